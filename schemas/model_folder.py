@@ -89,21 +89,26 @@ def find_tokens(path: str | Path, pattern: str | None) -> list[int] | None:
     if pattern is None:
         return None
     folder = resolve_folder(path, weights=False)
-    described = read_json(folder / "tokenizer.json")
-    tokens = described.get("model", {}).get("vocab", {})
-    texts = dict(tokens) if isinstance(tokens, dict) else {token: id for id, (token, *_) in enumerate(tokens)}
-    texts |= {token["content"]: token["id"] for token in described.get("added_tokens", ())}
     try:
         matches = re.compile(pattern).fullmatch
     except re.error as error:
         raise ConfigError(f"model.output_tokens {pattern!r} must be a regular expression: {error}") from error
-    found = sorted({id for text, id in texts.items() if matches(text)})
+    found = sorted(id for id, text in read_vocabulary(folder / "tokenizer.json").items() if matches(text))
     config = read_json(folder / "config.json")
     size = config.get("vocab_size", (config.get("text_config") or {}).get("vocab_size"))
     if not found or (isinstance(size, int) and found[-1] >= size):
         what = f"token {found[-1]}, but the model has {size} tokens" if found else "no token of the tokenizer"
         raise ConfigError(f"model.output_tokens {pattern!r} matches {what} in {folder}")
     return found
+
+
+def read_vocabulary(file: Path) -> dict[int, str]:
+    """Return the text of each token id, as tokenizer.json writes it."""
+    content = read_json(file)
+    known = content.get("model", {}).get("vocab", {})
+    # Unigram models have pairs of a text and its probability, in the order of their ids.
+    texts = dict(enumerate(text for text, _ in known)) if isinstance(known, list) else {n: t for t, n in known.items()}
+    return texts | {token["id"]: token["content"] for token in content.get("added_tokens", [])}
 
 
 def read_json(file: Path) -> dict[str, Any]:

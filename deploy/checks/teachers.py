@@ -7,7 +7,7 @@ from deploy.checks.finding import Finding
 from deploy.checks.model_files import cached_folder
 from schemas.config import RewardTerm, TidemillConfig
 from schemas.errors import ConfigError
-from schemas.model_folder import read_json
+from schemas.model_folder import read_json, read_vocabulary
 
 ANSWER_S = 60.0
 """How long a server may take to answer: for its first log-probabilities vLLM compiles, which takes half a minute."""
@@ -28,7 +28,7 @@ def check_teachers(config: TidemillConfig) -> Finding | str:
             problems += filter(None, [_ask_server(term, own, config)])
             continue
         theirs = _tokenizer_file(str(term.args["model"]))
-        if theirs is not None and _vocabulary(theirs) != _vocabulary(own):
+        if theirs is not None and read_vocabulary(theirs) != read_vocabulary(own):
             raise _refusal(term.args["model"], config)
     if problems:
         return Finding("teachers", "warn", problems[0], "samples are excluded while a teacher does not answer")
@@ -50,15 +50,6 @@ def _tokenizer_file(path: str) -> Path | None:
     return file if file is not None and file.is_file() else None
 
 
-def _vocabulary(file: Path) -> dict[int, str]:
-    """Return the text of each token id, as a tokenizer writes it."""
-    content = read_json(file)
-    known = content.get("model", {}).get("vocab", {})
-    # Unigram models have pairs of a text and its probability, in the order of their ids.
-    texts = dict(enumerate(text for text, _ in known)) if isinstance(known, list) else {n: t for t, n in known.items()}
-    return texts | {token["id"]: token["content"] for token in content.get("added_tokens", [])}
-
-
 def _ask_server(term: RewardTerm, file: Path, config: TidemillConfig) -> str | None:
     """Have a server say what text it reads in token ids. Returns why it cannot be asked; ConfigError if it is wrong."""
     import httpx
@@ -70,7 +61,7 @@ def _ask_server(term: RewardTerm, file: Path, config: TidemillConfig) -> str | N
     tokenizer = Tokenizer.from_file(str(file))
     special = {token["id"] for token in read_json(file).get("added_tokens", [])}
     ids = tokenizer.encode(PROBE, add_special_tokens=False).ids
-    ids.append(max(_vocabulary(file).keys() - special))
+    ids.append(max(read_vocabulary(file).keys() - special))
     url = str(term.args["base_url"]).rstrip("/") + "/completions"
 
     try:
