@@ -16,11 +16,12 @@ import torch, torch.distributed as dist
 from consumers.trainer.distributed.network import choose_interface, used_interface
 if sys.argv[1] == "ours":
     choose_interface()
-    print("by", *used_interface())
+    print("by", *used_interface(), flush=True)
 dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=10))
 number = torch.ones(1)
 dist.all_reduce(number)
-print("sum", number.item())
+print("sum", number.item(), flush=True)
+dist.destroy_process_group()
 """
 MACHINES = r"""
 # Two machines with a cable between them; each calls itself 127.0.1.1.
