@@ -61,6 +61,7 @@ def answer(url: str, question: str) -> str:
         return str(json.load(response)["choices"][0]["message"]["content"])
 
 
+@pytest.mark.matrix("another program of that address; make test asks it by an OpenAI client's requests")
 def test_the_harness_scores_the_answers_of_a_served_model(program: Path, url: str, tmp_path: Path) -> None:
     answers = [answer(url, question) for question in QUESTIONS]
     rows = [{"question": QUESTIONS[0], "answer": answers[0]}]

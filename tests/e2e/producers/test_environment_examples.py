@@ -54,6 +54,7 @@ def train(folder: Path, config: dict[str, Any]) -> list[dict[str, Any]]:
     return run.lines("metrics.jsonl")
 
 
+@pytest.mark.matrix("a training with the package itself; make test plays episodes of one, and trains in others")
 def test_the_policy_is_trained_in_an_environment_of_verifiers(folder: Path) -> None:
     python, example = environment_python("verifiers"), folder / "verifiers"
     shutil.copytree(EXAMPLES / "verifiers", example, ignore=shutil.ignore_patterns(".venv"))
@@ -63,7 +64,7 @@ def test_the_policy_is_trained_in_an_environment_of_verifiers(folder: Path) -> N
     assert any(0 < line["reward/mean"] < 1 for line in lines)
 
 
-@pytest.mark.matrix("one more framework's environment; make test trains in that of verifiers")
+@pytest.mark.matrix("one more framework's environment, as that of verifiers")
 def test_the_policy_is_trained_in_sessions_of_an_openenv_server(folder: Path, server: str) -> None:
     for name in ("openenv", "number_guessing"):
         shutil.copytree(EXAMPLES / name, folder / name, ignore=shutil.ignore_patterns(".venv"))
@@ -74,7 +75,7 @@ def test_the_policy_is_trained_in_sessions_of_an_openenv_server(folder: Path, se
     assert any(line["reward/mean"] > 0 for line in lines), "a number was found"
 
 
-@pytest.mark.matrix("one more framework's environment; make test trains in that of verifiers")
+@pytest.mark.matrix("one more framework's environment, as that of verifiers")
 def test_the_policy_is_trained_in_a_game_of_textarena(folder: Path) -> None:
     python, example = environment_python("textarena"), folder / "textarena"
     shutil.copytree(EXAMPLES / "textarena", example, ignore=shutil.ignore_patterns(".venv"))

@@ -102,7 +102,8 @@ def run_vllm(folder: Path, out: Path, count: int, weights: Path, *more: str) -> 
     return msgspec.msgpack.decode(out.read_bytes(), type=Found)
 
 
-@pytest.mark.parametrize("family", ["qwen2_5_vl", pytest.param("qwen3_vl", marks=MORE)])
+@pytest.mark.matrix("an adapter of a model with images; make test loads whole ones, and adapters of text")
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
 def test_an_adapter_of_a_model_that_reads_images_is_loaded_as_the_trainer_publishes_it(
     family: Family, tmp_path: Path
 ) -> None:

@@ -47,7 +47,7 @@ MORE = pytest.mark.matrix("one more setting of a rehearsed step")
     "trainer",
     [
         {},
-        {"activation_checkpointing": True},
+        pytest.param({"activation_checkpointing": True}, marks=MORE),
         pytest.param({"lora": {"rank": 4}}, marks=MORE),
         pytest.param({"optimizer": {"name": "muon"}}, marks=MORE),
         pytest.param({"optimizer": {"offload": True}}, marks=MORE),
@@ -69,7 +69,11 @@ def test_a_rehearsed_step_has_the_bytes_of_a_real_one(tmp_path: Path, trainer: d
 
 @pytest.mark.parametrize(
     ("family", "frozen"),
-    [("qwen2_5_vl", True), ("qwen3_vl", False), pytest.param("qwen3_vl", True, marks=MORE)],
+    [
+        pytest.param("qwen2_5_vl", True, marks=MORE),
+        ("qwen3_vl", False),
+        pytest.param("qwen3_vl", True, marks=MORE),
+    ],
 )
 def test_a_vision_model_has_the_bytes_of_its_tower_and_images(tmp_path: Path, family: Family, frozen: bool) -> None:
     write_tiny_vision_model(tmp_path, family)
