@@ -1,7 +1,6 @@
 """The engine's capacity for agents: how many samples they may have in it at once. Waiting calls are served in order."""
 
 import asyncio
-from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -11,31 +10,20 @@ class EngineCapacity:
 
     def __init__(self, limit: int) -> None:
         self._free = self._limit = limit
-        self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
+        self._first = asyncio.Lock()
+        self._freed = asyncio.Event()
 
     @asynccontextmanager
     async def take(self, samples: int) -> AsyncIterator[None]:
         """Hold capacity for so many samples in the block; for more than the limit, all of it."""
         count = min(samples, self._limit)
-        ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.append((count, ready))
-        self._serve()
+        async with self._first:
+            while self._free < count:
+                self._freed.clear()
+                await self._freed.wait()
+            self._free -= count
         try:
-            await ready
             yield
         finally:
-            if ready.done() and not ready.cancelled():
-                self._free += count
-            self._serve()
-
-    def _serve(self) -> None:
-        while self._waiting:
-            count, ready = self._waiting[0]
-            if ready.cancelled():
-                self._waiting.popleft()
-            elif count <= self._free:
-                self._waiting.popleft()
-                self._free -= count
-                ready.set_result(None)
-            else:
-                return
+            self._free += count
+            self._freed.set()
