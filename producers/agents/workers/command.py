@@ -68,7 +68,6 @@ class CommandRunner:
             await self._jail.close()
 
     async def _run(self, job: AgentJob, folder: Path) -> AgentResult:
-        began = time.monotonic()
         if self._jail is not None:
             await self._jail.start(job.base_url)
         (out, stdout), (err, stderr) = os.pipe(), os.pipe()
@@ -111,7 +110,7 @@ class CommandRunner:
         code = process.exit_code
         if self._jail is not None and code is not None and code > _SIGNALLED:
             code, how = _SIGNALLED - code, signal.Signals(code - _SIGNALLED).name
-        return _judge(why, how, code, last, result, job, time.monotonic() - began)
+        return _judge(why, how, code, last, result, job)
 
     def _start(self, job: AgentJob, folder: Path, stdout: int, stderr: int) -> GuardedProcess:
         (folder / "agent").mkdir()
@@ -187,7 +186,7 @@ def _read_result(folder: Path) -> dict[str, Any] | str:
 
 
 def _judge(
-    why: Kind, how: str, code: int | None, last: str, result: dict[str, Any] | str, job: AgentJob, seconds: float
+    why: Kind, how: str, code: int | None, last: str, result: dict[str, Any] | str, job: AgentJob
 ) -> AgentResult:
     kind, error, error_type = why, "", ""
     if why == "deadline":
@@ -211,5 +210,4 @@ def _judge(
         report.get("data", {}),
         error,
         error_type,
-        seconds,
     )

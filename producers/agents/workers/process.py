@@ -57,7 +57,6 @@ class _RunningEpisode:
     job: AgentJob
     notes: Notes
     done: asyncio.Future[AgentResult]
-    began: float
     until: float
     timer: asyncio.TimerHandle | None = None
     ending: Kind | None = None
@@ -69,9 +68,8 @@ class _RunningEpisode:
 
     def finish(self, kind: Kind, error: str = "", error_type: str = "") -> None:
         if not self.done.done():
-            seconds = time.monotonic() - self.began
             self.done.set_result(
-                AgentResult(kind, self.reward, self.turn_rewards, self.metrics, self.data, error, error_type, seconds)
+                AgentResult(kind, self.reward, self.turn_rewards, self.metrics, self.data, error, error_type)
             )
 
 
@@ -163,7 +161,7 @@ class AgentProcess:
         self._count += 1
         number = self._count
         until = self._clock() + job.deadline_s
-        episode = self._episodes[number] = _RunningEpisode(job, notes, loop.create_future(), time.monotonic(), until)
+        episode = self._episodes[number] = _RunningEpisode(job, notes, loop.create_future(), until)
         self._send(
             Begin(
                 episode=number,

@@ -33,7 +33,7 @@ class AgentResult:
     kind: died: its own process died, or it blocked the others of its process; neighbour: its process had to be killed
     for another episode, so it restarts and pays no attempt for it; unrewarded: no user gave a reward in time. reward,
     turn_rewards (by completion id), metrics and data are those that the agent reported by then. error: one line;
-    error_type: full name of the exception. seconds: its run time.
+    error_type: full name of the exception.
     """
 
     kind: Kind
@@ -43,7 +43,6 @@ class AgentResult:
     data: dict[str, Any] = field(default_factory=dict)
     error: str = ""
     error_type: str = ""
-    seconds: float = 0.0
 
 
 # Messages to a worker process.

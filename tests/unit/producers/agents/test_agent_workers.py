@@ -49,13 +49,13 @@ def test_an_agent_that_misbehaves_ends_in_time_and_its_neighbour_goes_on(base: P
 
     async def work(workers: AgentWorkers) -> tuple[AgentResult, AgentResult]:
         neighbour = asyncio.create_task(workers.run(job("waits_for_its_neighbour")))
-        result = await workers.run(bad)
+        async with asyncio.timeout(0.5 + 2 + 1):
+            result = await workers.run(bad)
         (base / "over").touch()
         return result, await neighbour
 
     result, neighbour = with_workers(work, base, memory_mb=1024)
     assert (result.kind, result.error.partition(" (agent.py:")[0]) == (kind, reason)
-    assert result.seconds < 0.5 + 2 + 1
     assert (neighbour.kind, neighbour.reward) == ("returned", 1.0)
 
 
@@ -175,14 +175,14 @@ def test_a_pause_uses_up_no_time_of_an_episode(base: Path, command: list[str] | 
         passed = time.monotonic() - began
         return min(passed, 0.1) + max(0.0, passed - 1.1)
 
-    async def work(workers: AgentWorkers) -> AgentResult:
+    async def work(workers: AgentWorkers) -> tuple[AgentResult, float]:
         nonlocal began
         began = time.monotonic()
-        return await workers.run(job("wait", seconds=30, deadline_s=0.3))
+        return await workers.run(job("wait", seconds=30, deadline_s=0.3)), time.monotonic() - began
 
-    result = with_workers(work, base, clock=clock, command=command)
+    result, took_s = with_workers(work, base, clock=clock, command=command)
     assert result.kind == "deadline"
-    assert result.seconds > 1.25
+    assert took_s > 1.25
 
 
 def test_a_process_that_is_stopped_is_noticed_long_before_a_deadline(base: Path, monkeypatch: pytest.MonkeyPatch):
