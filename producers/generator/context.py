@@ -2,21 +2,17 @@
 
 import asyncio
 import functools
-from dataclasses import dataclass
-from typing import Self
 
 import structlog
 
 from broker.client import Broker
-from broker.queues.partials import Partials
-from broker.queues.tasks import TaskQueue
 from producers.engines.base import Engine
 from producers.generator.orders import OrderFollower
 from producers.generator.outbox import Outbox, PartialSaver
 from producers.generator.weight_updates import WeightUpdater
 from producers.images.placeholders import ImagePlaceholders
 from producers.tokenizer import HfTokenizer, NoTokenizer
-from producers.workflows.base import Workflow, find_workflow
+from producers.workflows.base import find_workflow
 from schemas.config import TidemillConfig
 from schemas.errors import TidemillError
 from schemas.messages import Event
@@ -26,27 +22,11 @@ from schemas.system.processes import identify_process
 log = structlog.get_logger()
 
 
-@dataclass(frozen=True)
 class GeneratorContext:
     """The engine of one generator, what it generates with, and its access to the broker."""
 
-    config: TidemillConfig
-    name: str
-    broker: Broker
-    engine: Engine
-    tokenizer: HfTokenizer
-    workflow: Workflow
-    orders: OrderFollower
-    updates: WeightUpdater
-    queue: TaskQueue
-    partials: Partials
-    outbox: Outbox
-    saver: PartialSaver
-    placeholders: ImagePlaceholders | None
-
-    @classmethod
-    def create(
-        cls,
+    def __init__(
+        self,
         config: TidemillConfig,
         name: str,
         broker: Broker,
@@ -54,27 +34,16 @@ class GeneratorContext:
         orders: OrderFollower,
         updates: WeightUpdater,
         run: JoinedRun,
-    ) -> Self:
+    ) -> None:
         """Load the configured tokenizer and workflow, and open the queues."""
-        chosen = config.generator.workflow
-        queue, partials = broker.task_queue(name, run), broker.partials(name)
-        return cls(
-            config,
-            name,
-            broker,
-            engine,
-            NoTokenizer()
-            if config.model.kind == "mlp"
-            else HfTokenizer(config.model.path, config.model.trust_remote_code),
-            find_workflow(chosen.name, chosen.args, config.base)(),
-            orders,
-            updates,
-            queue,
-            partials,
-            Outbox(queue),
-            PartialSaver(partials),
-            ImagePlaceholders.of(config),
-        )
+        self.config, self.name, self.broker = config, name, broker
+        self.engine, self.orders, self.updates = engine, orders, updates
+        model, chosen = config.model, config.generator.workflow
+        self.tokenizer = NoTokenizer() if model.kind == "mlp" else HfTokenizer(model.path, model.trust_remote_code)
+        self.workflow = find_workflow(chosen.name, chosen.args, config.base)()
+        self.queue, self.partials = broker.task_queue(name, run), broker.partials(name)
+        self.outbox, self.saver = Outbox(self.queue), PartialSaver(self.partials)
+        self.placeholders = ImagePlaceholders.of(config)
 
     @property
     def is_drained(self) -> bool:

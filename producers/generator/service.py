@@ -85,7 +85,7 @@ class Generator:
         run = JoinedRun(config.folder)
         self._orders = OrderFollower(broker, engine, lambda: self._heartbeat.soon(), run)
         self._updates = WeightUpdater(config, name, broker, engine, config.folder / "cache" / name, self._orders)
-        self._context = GeneratorContext.create(config, name, broker, engine, self._orders, self._updates, run)
+        self._context = GeneratorContext(config, name, broker, engine, self._orders, self._updates, run)
         self._turns = EngineTurns.of(name, engine, self._orders, self._updates)
         self._tasks = TaskLoop(self._context)
         self._questions = QuestionAnswering(self._context, self._tasks)
