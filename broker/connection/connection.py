@@ -184,10 +184,11 @@ class Connection:
         since = self._lost_at
         return 0.0 if since is None else time.monotonic() - since
 
-    def run(self, what: str, operation: Callable[..., T], *args: Any) -> T:
+    def run(self, what: str, operation: Callable[..., T], *args: Any, once: bool = False) -> T:
         """Run an idempotent ``operation(client, *args)``; after the deadline, InfraError names it by ``what``.
 
-        BrokerLost, for the authority only, if a key has the wrong type.
+        once: without retries, for what is repeated anyway and must not delay its caller. BrokerLost, for the authority
+        only, if a key has the wrong type.
         """
         start = time.monotonic()
         wait = 0.05
@@ -197,10 +198,10 @@ class Connection:
             except redis.RedisError as error:
                 self._raise_unless_temporary(what, error)
                 waited = time.monotonic() - start
-                if waited > self.deadline_s:
+                if once or waited > self.deadline_s:
+                    time_s = "" if once else f" for {waited:.0f} s"
                     raise InfraError(
-                        f"the broker at {hide_password(self.url)} did not answer for {waited:.0f} s while {what}:"
-                        f" {error}"
+                        f"the broker at {hide_password(self.url)} did not answer{time_s} while {what}: {error}"
                     ) from error
                 if not isinstance(error, redis.exceptions.MovedError):
                     log.warning("waiting for the broker", doing=what, waited_s=round(waited, 1), error=str(error))
@@ -208,25 +209,13 @@ class Connection:
             threading.Event().wait(random.uniform(wait / 2, wait))
             wait = min(wait * 2, 2.0)
 
-    def run_once(self, what: str, operation: Callable[..., T], *args: Any) -> T:
-        """Like ``run``, but without retries: for what is repeated anyway and must not delay its caller."""
-        try:
-            return self._try(operation, args)
-        except redis.RedisError as error:
-            self._raise_unless_temporary(what, error)
-            raise InfraError(f"the broker at {hide_password(self.url)} did not answer while {what}: {error}") from error
-
-    def run_command(self, what: str, name: str, *args: Any, **options: Any) -> Any:
+    def run_command(self, what: str, name: str, *args: Any, once: bool = False, **options: Any) -> Any:
         """Run one command, by its name in redis-py, retried like any operation."""
-        return self.run(what, methodcaller(name, *args, **options))
+        return self.run(what, methodcaller(name, *args, **options), once=once)
 
-    def run_command_once(self, what: str, name: str, *args: Any, **options: Any) -> Any:
-        """Like ``run_command``, but without retries."""
-        return self.run_once(what, methodcaller(name, *args, **options))
-
-    def newest_entry(self, what: str, stream: str) -> bytes:
+    def newest_entry(self, what: str, stream: str, once: bool = False) -> bytes:
         """Return the id of a stream's newest entry: read it before the state that may change, and wait after it."""
-        found = self.run_command(what, "xrevrange", stream, count=1)
+        found = self.run_command(what, "xrevrange", stream, count=1, once=once)
         return bytes(found[0][0]) if found else b"0-0"
 
     def read_fields(self, what: str, key: str, fields: Sequence[str | bytes], at_once: int = 64) -> list[bytes | None]:
@@ -287,13 +276,9 @@ class Connection:
         self._nodes = nodes
         self._settled = False
 
-    def run_script(self, name: str, *args: str | bytes | int | float) -> Any:
+    def run_script(self, name: str, *args: str | bytes | int | float, once: bool = False) -> Any:
         """Run one script of lua/ on the keys it declares, retried like any operation."""
-        return self.run(name, self._evaluate, name, args)
-
-    def run_script_once(self, name: str, *args: str | bytes | int | float) -> Any:
-        """Like ``run_script``, but without retries."""
-        return self.run_once(name, self._evaluate, name, args)
+        return self.run(name, self._evaluate, name, args, once=once)
 
     def run_scripts(self, name: str, calls: Sequence[Sequence[str | bytes | int | float]]) -> list[Any]:
         """Run one script several times in one round trip; each call is atomic."""

@@ -31,6 +31,6 @@ def add_counts(connection: Connection, amounts: Mapping[str, float]) -> None:
     if not pairs:
         return
     try:
-        connection.run_script_once("add_counts", *(part for pair in pairs for part in pair))
+        connection.run_script("add_counts", *(part for pair in pairs for part in pair), once=True)
     except (TidemillError, redis.RedisError) as error:
         log.debug("not counted", counts=dict(pairs), error=str(error))

@@ -25,7 +25,7 @@ class EvalSamples(RunData):
         """Store samples. Tried once; InfraError if the broker is full or does not answer."""
         lines = [json.dumps(describe(trajectory, score), ensure_ascii=False) for trajectory, score in scored]
         if lines:
-            self._connection.run_script_once("keep_eval_samples", KEEP, KEEP_BYTES, *map(printable, lines))
+            self._connection.run_script("keep_eval_samples", KEEP, KEEP_BYTES, *map(printable, lines), once=True)
 
     def take(self, after: str, written: str) -> list[tuple[str, dict[str, Any]]]:
         """Read samples after the entry ``after``, each with its entry; delete those up to the entry ``written``."""

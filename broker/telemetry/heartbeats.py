@@ -29,8 +29,10 @@ class Heartbeats(RunData):
 
         The same thread renews leases, which must not wait for a retry.
         """
-        heartbeat.time = self._connection.run_once("reading the broker's clock", _stamp)
-        answer: bytes = self._connection.run_script_once("heartbeat", heartbeat.service, encode(heartbeat), FORGOTTEN_S)
+        heartbeat.time = self._connection.run("reading the broker's clock", _stamp, once=True)
+        answer: bytes = self._connection.run_script(
+            "heartbeat", heartbeat.service, encode(heartbeat), FORGOTTEN_S, once=True
+        )
         return answer
 
     def claim(self, heartbeat: Heartbeat, left: bytes) -> bytes:
@@ -51,7 +53,7 @@ class Heartbeats(RunData):
 
     def remove(self, service: str) -> None:
         """Remove a service that ends on purpose. Tried once, so that the exit is not delayed."""
-        self._connection.run_command_once("leaving", "hdel", self._keys.services, service)
+        self._connection.run_command("leaving", "hdel", self._keys.services, service, once=True)
 
     def read(self, service: str) -> Heartbeat | None:
         """Return the last heartbeat of a service; None if there is none, or one of another version of Tidemill."""

@@ -105,7 +105,7 @@ class WeightStore(RunData):
 
         Tried once: a lost verdict harms nothing, and a repeated one would count twice.
         """
-        self._connection.run_script_once("note_verdict", version, generator, reason[:REASON_LENGTH])
+        self._connection.run_script("note_verdict", version, generator, reason[:REASON_LENGTH], once=True)
 
     def read_refusals(self) -> Refusals:
         """Read the verdicts of generators on the newest version, since the run was last started."""

@@ -45,7 +45,7 @@ class RollCall(RunData):
         deadline = time.monotonic() + roll_s + GRACE_S
         while time.monotonic() < deadline:
             position = self._position(self._keys.roll_answers)
-            found = self._connection.run_script_once("close_roll", leader_term, payload, communicator)
+            found = self._connection.run_script("close_roll", leader_term, payload, communicator, once=True)
             if not isinstance(accepted(self._connection, found, leader_term), int):
                 number, size, backend = found
                 return Membership(int(number), 0, int(size), _text(backend)) if int(size) > 1 else None
@@ -63,8 +63,8 @@ class RollCall(RunData):
         deadline: float | None = None
         while not given_up():
             position = self._position(self._keys.roll_changes)
-            found = self._connection.run_script_once(
-                "answer_roll", self._member, payload, communicator, " ".join(backends)
+            found = self._connection.run_script(
+                "answer_roll", self._member, payload, communicator, " ".join(backends), once=True
             )
             if not isinstance(found, int):
                 if found is None and given_up():
@@ -84,17 +84,17 @@ class RollCall(RunData):
 
     def leave(self) -> None:
         """Leave the rolls, so that no trainer waits for this member."""
-        self._connection.run_script_once("answer_roll", self._member, "", 0, "")
+        self._connection.run_script("answer_roll", self._member, "", 0, "", once=True)
 
     def tell(self, communicator: int, key: str, note: bytes) -> None:
         """Leave a note for the ranks of this communicator."""
-        self._connection.run_script_once("meet", communicator, key, note)
+        self._connection.run_script("meet", communicator, key, note, once=True)
 
     def find_note(self, communicator: int, key: str, deadline: float) -> bytes:
         """Wait for the note of this key until ``deadline`` (monotonic seconds); b"" if there is none."""
         while (left_s := deadline - time.monotonic()) > 0:
             position = self._position(self._keys.roll_changes)
-            found: list[bytes] = self._connection.run_script_once("meet", communicator, "", "")
+            found: list[bytes] = self._connection.run_script("meet", communicator, "", "", once=True)
             notes: dict[bytes, bytes] = dict(zip(found[::2], found[1::2], strict=True))
             if (note := notes.get(key.encode())) is not None:
                 return note
@@ -102,14 +102,12 @@ class RollCall(RunData):
         return b""
 
     def _position(self, key: str) -> bytes:
-        """Return the newest entry of a stream of changes; read it before the state that may change."""
-        found = self._connection.run_command_once("looking for a roll", "xrevrange", key, count=1)
-        return bytes(found[0][0]) if found else b"0-0"
+        return self._connection.newest_entry("looking for a roll", key, once=True)
 
     def _wait_change(self, key: str, position: bytes, timeout_s: float) -> None:
         """Wait for an entry after ``position``, at most until the timeout or BLOCK_MS."""
         block_ms = max(1, min(BLOCK_MS, math.ceil(1000 * timeout_s)))
-        self._connection.run_command_once("waiting for a roll", "xread", {key: position}, 1, block_ms)
+        self._connection.run_command("waiting for a roll", "xread", {key: position}, 1, block_ms, once=True)
 
 
 def _text(answer: Any) -> str:

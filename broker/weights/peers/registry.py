@@ -45,13 +45,12 @@ class PeerRegistry:
 
     def announce(self, peer: Peer, lease_s: int = LEASE_S, once: bool = False) -> bytes:
         """Register a peer for ``lease_s`` seconds, 0 to remove it; return the run's key. once: without retries."""
-        run = self._connection.run_script_once if once else self._connection.run_script
-        record = msgspec.msgpack.encode(peer)
-        return bytes(run("announce_peer", peer.id, record, lease_s, secrets.token_hex(32)))
+        args = peer.id, msgspec.msgpack.encode(peer), lease_s, secrets.token_hex(32)
+        return bytes(self._connection.run_script("announce_peer", *args, once=once))
 
     def find(self, once: bool = False) -> tuple[bytes, list[Peer]]:
         """Return the run's key and all peers with a current lease. Unreadable records are of other releases."""
-        key, *records = (self._connection.run_script_once if once else self._connection.run_script)("find_peers")
+        key, *records = self._connection.run_script("find_peers", once=once)
         peers = []
         for record in records:
             try:

@@ -61,9 +61,9 @@ from deploy.services.main import run_role
 from schemas.config import load_config
 role, file = sys.argv[1:]
 run = Connection.run
-def announced(self, what, *rest):
+def announced(self, what, *rest, **options):
     print(what, flush=True)
-    return run(self, what, *rest)
+    return run(self, what, *rest, **options)
 Connection.run = announced
 run_role(role, load_config(file), role)
 """

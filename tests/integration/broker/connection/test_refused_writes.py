@@ -23,7 +23,9 @@ def test_each_write_refused_for_want_of_replicas_is_repeated(tmp_path: Path, mon
     beside = open_client(server.url)
     run = Connection.run
 
-    def run_refused_at_first(self: Connection, what: str, operation: Callable[..., Any], *args: Any) -> Any:
+    def run_refused_at_first(
+        self: Connection, what: str, operation: Callable[..., Any], *args: Any, once: bool = False
+    ) -> Any:
         wanted = 1
 
         def attempt(client: Any, *given: Any) -> Any:
@@ -35,7 +37,7 @@ def test_each_write_refused_for_want_of_replicas_is_repeated(tmp_path: Path, mon
             finally:
                 beside.config_set("min-replicas-to-write", 0)
 
-        return run(self, what, attempt, *args)
+        return run(self, what, operation if once else attempt, *args, once=once)
 
     monkeypatch.setattr(Connection, "run", run_refused_at_first)
     monkeypatch.setattr("broker.connection.connection.random.uniform", lambda least, most: 0.0)

@@ -251,12 +251,12 @@ def test_who_ends_does_not_wait_for_a_broker_that_hangs(faulty: FaultyRun, monke
     """What it would have told the others they find out by themselves."""
     asked, answered = list[str](), threading.Event()
 
-    def hang(self: Connection, name: str, *args: object) -> NoReturn:
+    def hang(self: Connection, name: str, *args: object, once: bool = False) -> NoReturn:
         asked.append(name)
         answered.wait(120)
         raise InfraError("the broker did not answer")
 
-    monkeypatch.setattr(Connection, "run_script_once", hang)
+    monkeypatch.setattr(Connection, "run_script", hang)
     closing = threading.Thread(target=faulty.reader.close, daemon=True)
     try:
         closing.start()

@@ -206,13 +206,13 @@ def test_who_waits_for_a_roll_is_woken_and_does_not_poll(call: Call, monkeypatch
     monkeypatch.setattr("broker.weights.collective.roll.BLOCK_MS", 9000)
     call.meet("v1", "ab")
     asked: list[str] = []
-    run = Connection.run_script_once
+    run = Connection.run_script
 
-    def counted(self: Connection, name: str, *args: str | bytes | int | float) -> object:
+    def counted(self: Connection, name: str, *args: str | bytes | int | float, once: bool = False) -> object:
         asked.append(name)
-        return run(self, name, *args)
+        return run(self, name, *args, once=once)
 
-    monkeypatch.setattr(Connection, "run_script_once", counted)
+    monkeypatch.setattr(Connection, "run_script", counted)
     call.open("v2")
     with ThreadPoolExecutor(2) as threads:
         other = RollCall(call.broker.connection, "a")
