@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import json
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -13,7 +12,7 @@ import numpy as np
 
 from schemas.errors import ConfigError, DataError
 from schemas.messages import ChatMessage, Task
-from schemas.model_folder import resolve_folder
+from schemas.model_folder import read_json, resolve_folder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -46,7 +45,8 @@ class HfTokenizer:
         """Ids that end an answer: the tokenizer's end of sequence, and those that the model's files name."""
         found = {self.hf.eos_token_id}
         for name in ("generation_config.json", "config.json"):
-            config = _read_json(self._folder / name)
+            file = self._folder / name
+            config = read_json(file) if file.is_file() else {}
             for part in (config, config.get("text_config")):
                 value = part.get("eos_token_id") if isinstance(part, dict) else None
                 found |= set(value) if isinstance(value, list) else {value}
@@ -195,7 +195,8 @@ def is_begun(messages: Sequence[ChatMessage]) -> bool:
 def _load(folder: Path, trust_remote_code: bool) -> PreTrainedTokenizerBase:
     # AutoTokenizer rebuilds some families (all of qwen2) from a class of its own, and with it the
     # splitting rules. A folder that says its tokenizer is generic is described by tokenizer.json alone.
-    described = _read_json(folder / "tokenizer_config.json")
+    settings = folder / "tokenizer_config.json"
+    described = read_json(settings) if settings.is_file() else {}
     generic = (folder / "tokenizer.json").is_file() and described.get("tokenizer_class") in _GENERIC
     try:
         if generic:
@@ -210,11 +211,3 @@ def _load(folder: Path, trust_remote_code: bool) -> PreTrainedTokenizerBase:
     except (OSError, ValueError, KeyError) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ConfigError(f"no usable tokenizer in {folder}: {reason}") from error
-
-
-def _read_json(file: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-    except ValueError as error:
-        raise ConfigError(f"{file} is not valid JSON: {error}") from error
-    return content if isinstance(content, dict) else {}
