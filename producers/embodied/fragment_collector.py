@@ -8,7 +8,7 @@ process that crashes or hangs is replaced. Its episodes are truncated at their l
 that it did not finish are played again by its successor; nothing else is lost.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, Protocol
@@ -113,12 +113,9 @@ class _Columns:
         arrays = {name: getattr(self, name) for name in ("observations", "actions", "logprobs", "rewards", "ends")}
         last = [self.last[place] for place in sorted(self.last)]
         arrays["last"] = np.stack(last) if last else np.zeros(0, self.observations.dtype)
-        seen = "u1" if self.observations.dtype == np.uint8 else "f4"
-        acts = "i4" if self.actions.dtype == np.int32 else "f4"
-        kinds = {"actions": acts, "ends": "u1", "observations": seen, "last": seen}
-        packed = {name: Array.of(found.reshape(-1), kinds.get(name, "f4")) for name, found in arrays.items()}
-        carried = None if self.carried is None else Array.of(self.carried, "f4")
-        return Fragment(envs=self.ends.shape[1], **packed, carried=carried)
+        if self.carried is not None:
+            arrays["carried"] = self.carried
+        return pack(self.ends.shape[1], arrays)
 
 
 class FragmentCollector:
@@ -274,6 +271,13 @@ class FragmentCollector:
         if not np.isfinite(observations).all():
             raise DataError(f"environment {self._spec.id}: an observation is not finite")
         return observations
+
+
+def pack(envs: int, arrays: Mapping[str, npt.NDArray[Any]]) -> Fragment:
+    """Return the fragment of these arrays, by the names of its fields; each has the dtype that is sent."""
+    return Fragment(
+        envs, **{name: Array.of(values.reshape(-1), values.dtype.str[1:]) for name, values in arrays.items()}
+    )
 
 
 def spans_of(versions: npt.NDArray[np.int64]) -> Iterator[Span]:

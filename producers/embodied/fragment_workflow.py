@@ -3,16 +3,17 @@
 import asyncio
 import functools
 import threading
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import chain, pairwise
 from typing import Any
 
 import msgspec
 import numpy as np
 
-from producers.embodied.environment_process import EnvironmentLost, spec_of
-from producers.embodied.episode_groups import play_group
-from producers.embodied.fragment_collector import MOST_LOSSES, Actor, Collected, Episodes, FragmentCollector
+from producers.embodied.environment_process import EnvironmentLost, EnvironmentSpec, spec_of
+from producers.embodied.episode_groups import play_episodes, play_group
+from producers.embodied.fragment_collector import Actor, Collected, Episodes, FragmentCollector
 from producers.embodied.mlp_engine import MlpEngine
 from producers.workflows.base import RolloutContext, WorkflowServices
 from producers.workflows.trajectory_builder import SampledCompletion
@@ -109,38 +110,21 @@ class Fragments:
             collector = self._collectors.pop(key, None)
             if collector is None:
                 collector = FragmentCollector(spec, task.n, data["seed"], processes, self._squashed)
-            try:
-                with engine.playing() as begun:
-                    actor = functools.partial(engine.act, begun=begun)
-                    found = play_group(collector, data["seed"], data["steps"], actor)
-            except Exception as error:
-                collector.close()
-                if isinstance(error, EnvironmentLost):
-                    raise DataError(f"environment {spec.id}: {error}") from error
-                raise
+            with _actor(engine, spec, collector) as actor:
+                found = play_group(collector, data["seed"], data["steps"], actor)
             self._collectors[key] = collector
         return [_sample(task, index, None if found is None else found[index]) for index in indices]
 
     def _play_episode(self, engine: MlpEngine, task: Task, index: int) -> SampledCompletion:
-        """Play one episode from the task's seed to its end; at temperature 0 with the most probable actions.
-
-        One that a crash breaks off is played again from its seed.
-        """
+        """Play one episode from the task's seed to its end; at temperature 0 with the most probable actions."""
         spec, seed = spec_of(task.data), task.data["seed"] + index
         idle = self._idle.setdefault(msgspec.msgpack.encode(spec), [])
         try:
             collector = idle.pop()
         except IndexError:
             collector = FragmentCollector(spec, 1, seed, squashed=self._squashed)
-        try:
-            with engine.playing() as begun:
-                act = functools.partial(engine.act, begun=begun, greedy=task.sampling.temperature == 0)
-                parts = _episode(collector, seed, act)
-        except Exception as error:
-            collector.close()
-            if isinstance(error, EnvironmentLost):
-                raise DataError(f"environment {spec.id}: {error}") from error
-            raise
+        with _actor(engine, spec, collector, greedy=task.sampling.temperature == 0) as actor:
+            parts = play_episodes(collector, seed, 1, actor)
         idle.append(collector)
         if parts is None:
             return _sample(task, index, None)
@@ -150,21 +134,19 @@ class Fragments:
         return _sample(task, index, None, spans, parts[-1].episodes)
 
 
-def _episode(collector: FragmentCollector, seed: int, actor: Actor) -> list[Collected] | None:
-    """Play an episode step by step; None if the actor ends, EnvironmentLost if it is broken off again and again."""
-    for _ in range(MOST_LOSSES):
-        collector.reset(seed)
-        parts: list[Collected] = []
-        while not parts or not parts[-1].episodes.returns:
-            found = collector.collect(1, actor)
-            if found is None:
-                return None
-            if found.episodes.restarts:
-                break
-            parts.append(found)
-        else:
-            return parts
-    raise EnvironmentLost(f"the episode of seed {seed} was broken off {MOST_LOSSES} times")
+@contextmanager
+def _actor(
+    engine: MlpEngine, spec: EnvironmentSpec, collector: FragmentCollector, greedy: bool = False
+) -> Iterator[Actor]:
+    """Yield the policy to play with in the block; an error there closes the collector."""
+    try:
+        with engine.playing() as begun:
+            yield functools.partial(engine.act, begun=begun, greedy=greedy)
+    except Exception as error:
+        collector.close()
+        if isinstance(error, EnvironmentLost):
+            raise DataError(f"environment {spec.id}: {error}") from error
+        raise
 
 
 def _sample(

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 from producers.embodied.environment_process import EnvironmentLost, EnvironmentSpec
-from producers.embodied.episode_groups import play_group
+from producers.embodied.episode_groups import play_episodes, play_group
 from producers.embodied.fragment_collector import FragmentCollector
-from producers.embodied.fragment_workflow import Fragments, _episode
+from producers.embodied.fragment_workflow import Fragments
 from producers.embodied.mlp_engine import Acted, Floats
 from schemas.errors import ConfigError, DataError
 
@@ -100,7 +100,7 @@ def test_an_episode_that_a_crash_breaks_off_is_played_again_from_its_seed() -> N
         EnvironmentSpec("Counting-v0", {"length": 25, "fault": "crash", "at": 60}, [MODULE]), 1, 0
     )
     for _ in range(3):
-        parts = _episode(collector, 5, act)
+        parts = play_episodes(collector, 5, 1, act)
         assert parts is not None
         assert (len(parts), parts[-1].episodes.returns) == (25, [25.0])
     collector.close()
@@ -111,7 +111,7 @@ def test_an_episode_that_always_crashes_fails() -> None:
         EnvironmentSpec("Counting-v0", {"length": 50, "fault": "crash", "at": 30}, [MODULE]), 1, 0
     )
     with pytest.raises(EnvironmentLost, match="the episode of seed 5 was broken off 3 times"):
-        _episode(collector, 5, act)
+        play_episodes(collector, 5, 1, act)
     collector.close()
 
 
@@ -122,7 +122,7 @@ class PlainEngine:
     def playing(self) -> Iterator[int]:
         yield 0
 
-    def act(self, observations: Floats, rng: np.random.Generator, begun: int) -> Acted:
+    def act(self, observations: Floats, rng: np.random.Generator, begun: int, greedy: bool = False) -> Acted:
         return act(observations, rng)
 
 
