@@ -1,6 +1,6 @@
 """Samples without a prompt of their own, each for one conversation of a user."""
 
-from producers.datasets.base import Example
+from producers.datasets.base import Example, check_index
 
 
 class LivePlaces:
@@ -10,6 +10,5 @@ class LivePlaces:
         return 1 << 20
 
     def __getitem__(self, index: int) -> Example:
-        if not 0 <= index < len(self):
-            raise IndexError(f"example {index} of {len(self)}")
+        check_index(self, index)
         return Example(text="a user's conversation")

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import Field
 
-from producers.datasets.base import Example
+from producers.datasets.base import Example, check_index
 from schemas.errors import ConfigError
 
 
@@ -36,8 +36,7 @@ class Arithmetic:
         return len(self._pairs)
 
     def __getitem__(self, index: int) -> Example:
-        if not 0 <= index < len(self):
-            raise IndexError(f"example {index} of {len(self)}")
+        check_index(self, index)
         a, b = divmod(int(self._pairs[index]), self._side)
         return Example(text=f"{a}+{b}=", data={"answer": str(a + b)})
 

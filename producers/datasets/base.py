@@ -26,3 +26,9 @@ class Dataset(Protocol):
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int) -> Example: ...
+
+
+def check_index(dataset: Dataset, index: int) -> None:
+    """Raise IndexError if the dataset has no example with this index."""
+    if not 0 <= index < len(dataset):
+        raise IndexError(f"example {index} of {len(dataset)}")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from producers.datasets.base import Example
+from producers.datasets.base import Example, check_index
 from producers.datasets.rows import RowReader
 from schemas.errors import ConfigError
 
@@ -47,8 +47,7 @@ class HuggingFace(RowReader):
         return len(self._table)
 
     def __getitem__(self, index: int) -> Example:
-        if not 0 <= index < len(self):
-            raise IndexError(f"example {index} of {len(self)}")
+        check_index(self, index)
         return self.read(self._table[index], f"{self._label} row {index}", self.base)
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from producers.datasets.base import Example
+from producers.datasets.base import Example, check_index
 from producers.datasets.rows import RowReader
 from schemas.errors import ConfigError, DataError, InfraError
 
@@ -45,8 +45,7 @@ class Jsonl(RowReader):
         return self._ends[-1]
 
     def __getitem__(self, index: int) -> Example:
-        if not 0 <= index < len(self):
-            raise IndexError(f"example {index} of {len(self)}")
+        check_index(self, index)
         at = bisect.bisect_right(self._ends, index)
         local = index - (self._ends[at - 1] if at else 0)
         offset = self._offsets[at][local]

@@ -7,14 +7,14 @@ against the protocol. A user's own dataset is any class or function that returns
 import difflib
 import inspect
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import msgspec
 
 from producers.datasets import DATASETS
-from producers.datasets.base import Dataset, Example
+from producers.datasets.base import Dataset, Example, check_index
 from schemas.arguments import convert_arguments
 from schemas.config import DatasetConfig, LabelledDataset
 from schemas.errors import ConfigError, DataError, InfraError, describe_error
@@ -38,59 +38,51 @@ def build_dataset(config: DatasetConfig, base: Path, measure: Measure | None = N
         arguments["base"] = base
     dataset = make(**arguments)
     _check_protocol(dataset, config.name)
-    dataset = dataset if config.limit is None else First(dataset, config.limit)
+    dataset = dataset if config.limit is None else Chosen(dataset, range(min(config.limit, len(dataset))))
     if measure is None or not isinstance(config, LabelledDataset) or config.max_prompt_tokens is None:
         return dataset
     return ShortPrompts(dataset, config.label, config.max_prompt_tokens, measure)
 
 
-class First:
-    """The first ``count`` examples of a dataset, or all if it has fewer."""
+class Chosen:
+    """The examples of a dataset at these indices, in their order."""
 
-    def __init__(self, dataset: Dataset, count: int) -> None:
-        self._dataset = dataset
-        self._length = min(count, len(dataset))
+    def __init__(self, dataset: Dataset, indices: Sequence[int]) -> None:
+        self._dataset, self._indices = dataset, indices
 
     def __len__(self) -> int:
-        return self._length
+        return len(self._indices)
 
     def __getitem__(self, index: int) -> Example:
-        if not 0 <= index < self._length:
-            raise IndexError(f"example {index} of {self._length}")
-        return self._dataset[index]
+        check_index(self, index)
+        return self._dataset[self._indices[index]]
 
 
-class ShortPrompts:
+class ShortPrompts(Chosen):
     """The examples whose prompts have at most ``longest`` tokens, in their order; ``left_out`` counts the others.
 
     An example that can't be used stays: its group fails with the reason. ConfigError if none is left.
     """
 
     def __init__(self, dataset: Dataset, label: str, longest: int, measure: Measure) -> None:
-        self._dataset, self.label, count = dataset, label, len(dataset)
+        self.label, count = label, len(dataset)
         if count > MOST_MEASURED:
             raise ConfigError(
                 f"dataset {label!r}: max_prompt_tokens measures up to {MOST_MEASURED:,} examples, it has {count:,}:"
                 " set limit"
             )
-        self._kept = array("q", (i for i in range(count) if self._tokens(i, measure) <= longest))
-        self.left_out = count - len(self._kept)
-        if not self._kept:
+        kept = array("q", (i for i in range(count) if _tokens(dataset, label, i, measure) <= longest))
+        if not kept:
             raise ConfigError(f"dataset {label!r}: max_prompt_tokens {longest} leaves out all {count:,} examples")
+        super().__init__(dataset, kept)
+        self.left_out = count - len(kept)
 
-    def _tokens(self, index: int, measure: Measure) -> int:
-        try:
-            return measure(self._dataset, self.label, index)
-        except DataError:
-            return 0
 
-    def __len__(self) -> int:
-        return len(self._kept)
-
-    def __getitem__(self, index: int) -> Example:
-        if not 0 <= index < len(self):
-            raise IndexError(f"example {index} of {len(self)}")
-        return self._dataset[self._kept[index]]
+def _tokens(dataset: Dataset, label: str, index: int, measure: Measure) -> int:
+    try:
+        return measure(dataset, label, index)
+    except DataError:
+        return 0
 
 
 def _takes(make: Callable[..., Any], name: str) -> bool:

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from producers.datasets.base import Example
+from producers.datasets.base import Example, check_index
 from producers.datasets.helper_process import HelperProcess
 from schemas.messages import ChatMessage
 
@@ -53,8 +53,7 @@ class ReasoningGym:
         return self._size
 
     def __getitem__(self, index: int) -> Example:
-        if not 0 <= index < len(self):
-            raise IndexError(f"example {index} of {len(self)}")
+        check_index(self, index)
         entry = self._child.ask({"index": index})
         data = {"answer": entry["answer"], "reasoning_gym": {**self._recipe, "index": index, "digest": entry["digest"]}}
         question = entry["question"]

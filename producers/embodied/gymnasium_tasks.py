@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from producers.datasets.base import Example
+from producers.datasets.base import Example, check_index
 from producers.embodied.environment_process import EnvironmentSpec
 from schemas.errors import ConfigError
 
@@ -46,7 +46,6 @@ class GymnasiumTasks:
         return self._seeds
 
     def __getitem__(self, index: int) -> Example:
-        if not 0 <= index < len(self):
-            raise IndexError(f"example {index} of {len(self)}")
+        check_index(self, index)
         seed = self._first + index
         return Example(text=f"{self._data['id']}, seed {seed}", data={**self._data, "seed": seed})

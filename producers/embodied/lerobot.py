@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import Field
 
-from producers.datasets.base import Example
+from producers.datasets.base import Example, check_index
 from producers.images.prepare import load_image
 from producers.images.video_frames import VideoFrames
 from schemas.errors import ConfigError, DataError
@@ -74,8 +74,7 @@ class LeRobot:
         return len(self._starts)
 
     def __getitem__(self, index: int) -> Example:
-        if not 0 <= index < len(self):
-            raise IndexError(f"example {index} of {len(self)}")
+        check_index(self, index)
         at = self._starts[index]
         chosen = self._order[at : at + self._chunk]
         row, where = self._table[int(chosen[0])], f"{self._folder} frame {chosen[0]}"

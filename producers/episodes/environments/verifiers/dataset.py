@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from producers.datasets.base import Example
+from producers.datasets.base import Example, check_index
 from producers.datasets.helper_process import HelperProcess
 from producers.datasets.rows import read_messages
 from producers.episodes.environments.verifiers import PROGRAM
@@ -53,8 +53,7 @@ class VerifiersTasks:
         return self._length
 
     def __getitem__(self, index: int) -> Example:
-        if not 0 <= index < len(self):
-            raise IndexError(f"example {index} of {len(self)}")
+        check_index(self, index)
         found = self._process.ask({"index": index})
         data = {"verifiers": {**self._told, "row": found["row"]}}
         if not found["messages"]:
