@@ -9,11 +9,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, cast
 
+import msgspec
 import redis
 
 from broker.connection.connection import BLOCK_MS, RunData
 from broker.connection.scripts import OTHER_RUN
-from broker.flow.run_control import ControlState, parse_settings
+from broker.flow.run_control import ControlState, parse_settings, with_prefix
 from broker.queues.consumer_group import split_calls
 from broker.queues.dead_letters import UnusableTask, check_sendable, letter_of
 from broker.queues.images import image_args
@@ -52,7 +53,7 @@ class Admission:
 
 @dataclass(frozen=True)
 class LedgerState:
-    """The ledger at one moment. ``dropped`` and ``failed`` count groups by reason.
+    """The ledger at one moment, most fields as the broker names them. ``dropped``, ``failed`` count groups by reason.
 
     capacity: number of slots. readmit: groups waiting to be admitted again. skipped: positions that the curriculum
     skipped. uncommitted_steps: those that no checkpoint covers yet; max_uncommitted: their limit. broker_lifetime:
@@ -64,22 +65,22 @@ class LedgerState:
     the broker's clock.
     """
 
-    state: str
-    paused: bool
-    step: int
-    version: int
-    steps: int
-    batch: int
-    staleness: int
-    cursor: int
-    active: int
-    readmit: int
-    capacity: int
-    admitted: int
-    skipped: int
-    trained: int
-    uncommitted_steps: int
-    max_uncommitted: int
+    state: str = "starting"
+    paused: bool = False
+    step: int = 0
+    version: int = 0
+    steps: int = 0
+    batch: int = 0
+    staleness: int = 0
+    cursor: int = 0
+    active: int = 0
+    readmit: int = 0
+    capacity: int = 0
+    admitted: int = 0
+    skipped: int = 0
+    trained: int = 0
+    uncommitted_steps: int = 0
+    max_uncommitted: int = 0
     dropped: dict[str, int] = field(default_factory=dict)
     failed: dict[str, int] = field(default_factory=dict)
     samples_published: int = 0
@@ -97,7 +98,7 @@ class LedgerState:
     run_id: str = ""
     run_since: float = 0.0
     control: ControlState = field(default_factory=ControlState)
-    settings: dict[str, float] = field(default_factory=dict)
+    settings: dict[str, int | float] = field(default_factory=dict)
     counters: dict[str, float] = field(default_factory=dict)
 
     @property
@@ -223,48 +224,24 @@ class Ledger(RunData):
     def read_state(self) -> LedgerState:
         """Read the whole ledger at one moment."""
         raw = self._connection.run_script("read_pipeline")
-        control, count = pairs(raw[1]), {name: int(value) for name, value in pairs(raw[2]).items()}
-
-        def number(name: str) -> int:
-            return int(control.get(name, 0))
-
-        return LedgerState(
-            state=control.get("state", "starting"),
-            paused=control.get("paused") == "1",
-            step=number("step"),
-            version=number("version"),
-            steps=number("steps"),
-            batch=number("batch"),
-            staleness=number("staleness"),
-            cursor=number("cursor"),
-            active=len(raw[3]) // 2,
-            readmit=len(raw[4]),
-            capacity=number("slots"),
-            admitted=count.get("admitted", 0),
-            skipped=count.get("skipped", 0),
-            trained=count.get("trained", 0),
-            uncommitted_steps=raw[5],
-            max_uncommitted=number("max_uncommitted"),
-            dropped=_reasons(count, "dropped:"),
-            failed=_reasons(count, "failed:"),
-            samples_published=count.get("published", 0),
-            samples_trained=count.get("samples_trained", 0),
-            samples_dropped=count.get("samples_dropped", 0),
-            samples_failed=count.get("samples_failed", 0),
-            tokens_generated=count.get("tokens_generated", 0),
-            tokens=_reasons(count, "tokens:"),
-            devices=_device_seconds(_reasons(count, "device:")),
-            dead_letters=count.get("dead_letters", 0),
-            leader_term=number("leader_term"),
-            broker_lifetime=control.get("broker_lifetime", ""),
-            cause=control.get("cause", ""),
-            run_id=control.get("run_id", ""),
-            run_since=float(control.get("run_since", 0)),
-            started=float(control.get("started", 0)),
-            control=ControlState.parse(pairs(raw[6])),
-            settings=parse_settings(control),
-            counters={name: float(value) for name, value in pairs(raw[7]).items()},
-        )
+        control, counts = pairs(raw[1]), pairs(raw[2])
+        found = {
+            **control,
+            **counts,
+            "active": len(raw[3]) // 2,
+            "readmit": len(raw[4]),
+            "capacity": control.get("slots", 0),
+            "uncommitted_steps": raw[5],
+            "dropped": with_prefix(counts, "dropped:"),
+            "failed": with_prefix(counts, "failed:"),
+            "samples_published": counts.get("published", 0),
+            "tokens": with_prefix(counts, "tokens:"),
+            "devices": _device_seconds(with_prefix(counts, "device:")),
+            "control": ControlState.parse(pairs(raw[6])),
+            "settings": parse_settings(control),
+            "counters": pairs(raw[7]),
+        }
+        return msgspec.convert(found, LedgerState, strict=False)
 
 
 def pairs(flat: Sequence[bytes]) -> dict[str, str]:
@@ -277,13 +254,9 @@ def ended_untrained(counts: dict[str, int]) -> int:
     return sum(value for name, value in counts.items() if name.startswith(("dropped:", "failed:")))
 
 
-def _reasons(count: dict[str, int], prefix: str) -> dict[str, int]:
-    return {name.removeprefix(prefix): value for name, value in count.items() if name.startswith(prefix)}
-
-
-def _device_seconds(milliseconds: dict[str, int]) -> dict[str, dict[str, float]]:
+def _device_seconds(milliseconds: dict[str, str]) -> dict[str, dict[str, float]]:
     seconds: dict[str, dict[str, float]] = {}
     for name, value in sorted(milliseconds.items()):
         role, _, use = name.partition(":")
-        seconds.setdefault(role, {})[use] = value / 1000
+        seconds.setdefault(role, {})[use] = int(value) / 1000
     return seconds

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Self, get_args
 
+import msgspec
 import redis
 
 from broker.connection.connection import BLOCK_MS, RunData
@@ -39,44 +40,32 @@ class ControlState:
     scaled: Mapping[str, int] = field(default_factory=dict)
     run_id: str = ""
     run_since: float = 0.0
-    settings: Mapping[str, float] = field(default_factory=dict)
+    settings: Mapping[str, int | float] = field(default_factory=dict)
     evaluate: int = -1
     asked: int = 0
     mismatch: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def parse(cls, fields: Mapping[str, str]) -> Self:
-        """Parse the hash in the broker."""
-        mode = fields.get("pause", "none")
-        return cls(
-            pause=next((known for known in MODES if known == mode), "none"),
-            pause_id=int(fields.get("pause_id", 0)),
-            by=fields.get("by", ""),
-            since=float(fields.get("since", 0)),
-            checkpoint=int(fields.get("checkpoint", 0)),
-            stop=int(fields.get("stop", 0)),
-            replicas=_by_role(fields, "replicas:"),
-            scaled=_by_role(fields, "scaled:"),
-            run_id=fields.get("run_id", ""),
-            run_since=float(fields.get("run_since", 0)),
-            settings=parse_settings(fields),
-            evaluate=int(fields.get("evaluate", -1)),
-            asked=int(fields.get("asked", 0)),
-            mismatch=_named(fields, "mismatch:"),
-        )
+        """Parse the hash in the broker; an unknown mode of pause counts as ``none``."""
+        by_name = {
+            "replicas": with_prefix(fields, "replicas:"),
+            "scaled": with_prefix(fields, "scaled:"),
+            "settings": parse_settings(fields),
+            "mismatch": with_prefix(fields, "mismatch:"),
+        }
+        pause = fields.get("pause") if fields.get("pause") in MODES else "none"
+        return msgspec.convert({**fields, **by_name, "pause": pause}, cls, strict=False)
 
 
 def parse_settings(fields: Mapping[str, str]) -> dict[str, float]:
     """Parse the settings that users changed from the fields of a hash; whole numbers as int."""
-    texts = {name.removeprefix("set:"): value for name, value in fields.items() if name.startswith("set:")}
+    texts = with_prefix(fields, "set:")
     return {name: int(value) if value.isdigit() else float(value) for name, value in texts.items()}
 
 
-def _by_role(fields: Mapping[str, str], prefix: str) -> dict[str, int]:
-    return {role: int(value) for role, value in _named(fields, prefix).items()}
-
-
-def _named(fields: Mapping[str, str], prefix: str) -> dict[str, str]:
+def with_prefix(fields: Mapping[str, str], prefix: str) -> dict[str, str]:
+    """Return the fields whose names have the prefix, without it."""
     return {name.removeprefix(prefix): value for name, value in fields.items() if name.startswith(prefix)}
 
 
