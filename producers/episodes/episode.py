@@ -21,7 +21,6 @@ from producers.conversation.parsing.factory import AnswerParser, make_parser
 from producers.conversation.template_check import open_template
 from producers.engines.base import Completion
 from producers.engines.factory import engine_name
-from producers.tokenizer import HfTokenizer
 from producers.workflows.base import FailedSample, RolloutContext, WorkflowServices
 from producers.workflows.trajectory_builder import SampledCompletion, TrajectoryBuilder, size_metrics
 from schemas.config import AgentsConfig
@@ -51,8 +50,6 @@ class LoopParts:
     async def create(cls, services: WorkflowServices) -> Self:
         """Load the parts. ConfigError if the tokenizer can't chat, or a parser is missing. vLLM's take seconds."""
         config, tokenizer = services.config, services.tokenizer
-        if not isinstance(tokenizer, HfTokenizer):
-            raise ConfigError(f"generator.workflow {config.generator.workflow.name} needs a model with a tokenizer")
         agents = config.generator.agents
         vllm = engine_name(config.generator.engine) == "vllm"
         template = await open_template(services)
