@@ -19,7 +19,8 @@ from broker.weights.collective.roll import RollCall
 from broker.weights.peers.certificate import has_tls
 from broker.weights.peers.node import PeerNode, sign_off
 from broker.weights.peers.registry import find_host
-from broker.weights.transports.peer import PeerOrigin, PeerReader, make_room, payload_name
+from broker.weights.transports.file import make_room
+from broker.weights.transports.peer import PeerOrigin, PeerReader, payload_name
 from schemas.config.publish import PublishConfig
 from schemas.digests import chunk_digests, verify
 from schemas.errors import DiskError, InfraError
@@ -42,7 +43,7 @@ def warn_unencrypted(url: str) -> None:
 
 
 class NcclOrigin(PeerOrigin):
-    """The trainer's side. broadcasts: how many succeeded, as far as the trainer knows."""
+    """The trainer's side."""
 
     def __init__(self, connection: Connection, folder: Path, settings: PublishConfig) -> None:
         super().__init__(connection, folder, settings.peer)
@@ -51,7 +52,6 @@ class NcclOrigin(PeerOrigin):
         self._roll_s = settings.nccl.roll_s
         self.process = BroadcastProcess(settings.nccl, settings.peer.host or find_host(connection.url))
         self.process.start()
-        self.broadcasts = 0
         self._failures = 0
         self._pause = 0
 
@@ -81,7 +81,6 @@ class NcclOrigin(PeerOrigin):
             return
         started = time.monotonic()
         self.process.take_part(membership, self._path(payload.uri), payload.size, self._roll)
-        self.broadcasts += 1
         self._failures = 0
         took = round(time.monotonic() - started, 3)
         (log.debug if held == membership.communicator else log.info)(

@@ -59,3 +59,18 @@ def payloads_of(manifests: Sequence[Manifest]) -> Iterator[Payload]:
         yield manifest.state
         if manifest.delta is not None:
             yield manifest.delta.payload
+
+
+def make_room(payload: Payload, folder: Path) -> tuple[Path, Path]:
+    """Return the path for a payload in ``folder``, and an empty file of its size to fill first."""
+    # One name for all versions, so that the next reader replaces what a killed one left.
+    target = folder / ("delta" if payload.uri.endswith("delta") else "whole")
+    aside = target.with_suffix(".part")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        aside.unlink(missing_ok=True)
+        with aside.open("wb") as stream:
+            stream.truncate(payload.size)
+    except OSError as error:
+        raise DiskError(f"{payload.uri} cannot be written to {target}: {error}") from error
+    return target, aside

@@ -10,7 +10,7 @@ from broker.weights.peers.download import Download
 from broker.weights.peers.node import PeerNode
 from broker.weights.peers.registry import PeerRegistry
 from broker.weights.transports.base import Form
-from broker.weights.transports.file import FileTransport, payloads_of, version_file
+from broker.weights.transports.file import FileTransport, make_room, payloads_of, version_file
 from schemas.config.publish import PeerConfig
 from schemas.errors import DiskError, InfraError
 from schemas.messages import Manifest, Payload
@@ -129,18 +129,3 @@ def payload_name(uri: str) -> str:
     if not _NAME.fullmatch(name):
         raise InfraError(f"weights {uri!r} are not served by peers")
     return name
-
-
-def make_room(payload: Payload, folder: Path) -> tuple[Path, Path]:
-    """Return the path for a payload in ``folder``, and an empty file of its size to fill first."""
-    # One name for all versions, so that the next reader replaces what a killed one left.
-    target = folder / ("delta" if payload.uri.endswith(".delta") else "whole")
-    aside = target.with_suffix(".part")
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        aside.unlink(missing_ok=True)
-        with aside.open("wb") as stream:
-            stream.truncate(payload.size)
-    except OSError as error:
-        raise DiskError(f"{payload.uri} cannot be written to {target}: {error}") from error
-    return target, aside

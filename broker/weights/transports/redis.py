@@ -8,6 +8,7 @@ from broker.connection.connection import RunData
 from broker.flow.fencing import run_fenced
 from broker.queues.consumer_group import number
 from broker.weights.transports.base import Form, Transport
+from broker.weights.transports.file import make_room
 from schemas.digests import chunks, digest
 from schemas.errors import DiskError, InfraError
 from schemas.messages import Manifest, Payload
@@ -26,12 +27,9 @@ class RedisTransport(RunData, Transport):
         file.unlink()
 
     def fetch(self, payload: Payload, folder: Path) -> Path:
-        # One name for all versions, so that the next reader replaces what a killed one left.
-        target = folder / ("delta" if _name(payload.uri).endswith("delta") else "whole")
-        aside = target.with_suffix(".part")
+        target, aside = make_room(payload, folder)
         try:
-            target.parent.mkdir(parents=True, exist_ok=True)
-            with aside.open("wb") as stream:
+            with aside.open("r+b") as stream:
                 stream.writelines(self._read(payload))
             os.replace(aside, target)
         except OSError as error:
