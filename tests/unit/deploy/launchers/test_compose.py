@@ -157,6 +157,18 @@ def test_every_image_is_built_once_from_a_target_of_the_dockerfile(compose: dict
         assert target in targets
 
 
+def test_every_image_is_published_and_the_ones_for_gpus_with_cuda() -> None:
+    stages = DOCKERFILE.read_text().split("\nFROM ")
+    images = {stage.split()[2] for stage in stages if "COPY --from=code" in stage}
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "images.yml").read_text())
+    built = workflow["jobs"]["build"]["strategy"]["matrix"]["include"]
+    assert {one["role"] for one in built} == images
+    assert {one["role"] for one in built if one.get("suffix") == "-cuda"} == {"trainer", "generator", "run"}
+    assert {one["role"] for one in built if one.get("accelerator") == "cuda"} == {"generator", "run"}
+    (whole,) = [stage for stage in stages if stage.split()[2] == "run-packages"]
+    assert '--vllm "${ACCELERATOR}" --extras "train,${FEEDER_EXTRAS},${REWARD_EXTRAS}"' in whole
+
+
 def test_every_build_argument_is_one_of_the_dockerfile(compose: dict[str, Any]) -> None:
     arguments = set(re.findall(r"^ARG (\w+)", DOCKERFILE.read_text(), re.MULTILINE))
     for service in ours(compose).values():
