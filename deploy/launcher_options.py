@@ -73,7 +73,7 @@ class SlurmOptions:
 class KubernetesOptions:
     """What a run's objects are made from.
 
-    registry, tag: of the five images, REGISTRY/tidemill-ROLE:TAG. gpus: of one generator and of each trainer node, with
+    registry, tag: of the images, REGISTRY/tidemill-ROLE:TAG. gpus: of one generator and of each trainer node, with
     one rank for each. access_mode: if only one node can mount the volume, trainer and control plane share that node.
     helm: for the chart deploy/helm/tidemill. folder: files there are replaced.
     """

@@ -11,7 +11,7 @@ import helm_python
 DEPLOY = Path(__file__).resolve().parents[1] / "deploy"
 CHART, PLAIN = DEPLOY / "helm" / "tidemill", DEPLOY / "kubernetes"
 FOLDERS = {"redis.yaml": "redis", "scaling.yaml": "keda"}
-"""Folder of a template's objects below deploy/kubernetes; run/ for all others."""
+"""Folder of a template's objects below deploy/kubernetes; run/ for all others, turns/ for those of a whole run."""
 
 
 def render(values: Mapping[str, Any], name: str, namespace: str) -> dict[str, str]:
@@ -30,6 +30,8 @@ def plain() -> dict[Path, str]:
         values = {"plain": True, "priorityClasses": True, "autoscaling": {"by": scaled}}
         for path, text in render(values, "tidemill", "tidemill").items():
             files.setdefault(PLAIN / FOLDERS.get(path, "run") / path, text.strip() + "\n")
+    for path, text in render({"plain": True, "run": {"enabled": True}}, "tidemill", "tidemill").items():
+        files[PLAIN / "turns" / path] = text.strip() + "\n"
     return files
 
 

@@ -9,7 +9,7 @@ import inspect
 from typing import Protocol
 
 from deploy.launchers import LAUNCHERS
-from schemas.config import LauncherConfig, TidemillConfig
+from schemas.config import LauncherConfig, PoolConfig, TidemillConfig
 from schemas.errors import ConfigError
 
 
@@ -36,15 +36,8 @@ def build_launcher(config: TidemillConfig) -> Launcher:
 
 def check_places(config: TidemillConfig, launcher: str, replicas: int | None = None) -> None:
     """Raise ConfigError if this launcher can't place services as configured, or pools have ``replicas`` beside them."""
-    if config.placement is not None:
-        if launcher != "Kubernetes":
-            raise ConfigError(
-                f"placement auto is for `tidemill up`: name the GPUs, or remove it, {launcher} finds them"
-            )
-        raise ConfigError(
-            "placement is for one machine: remove it, Kubernetes finds the GPUs; to use them in turns, run `tidemill"
-            " up` in a pod that has them all"
-        )
+    if config.placement is not None and config.placement.is_auto:
+        raise ConfigError(f"placement auto is for `tidemill up`: name the GPUs, or remove it, {launcher} finds them")
     for name, pool in config.pools.items():
         if pool.nodes:
             raise ConfigError(
@@ -55,13 +48,17 @@ def check_places(config: TidemillConfig, launcher: str, replicas: int | None = N
         raise ConfigError(f"--generators {replicas} excludes pools: set pools.NAME.generator.replicas")
 
 
-def check_whole(options: object, *names: str) -> None:
-    """Raise ConfigError if one of these options is set beside ``placement``, with which a run is on one node."""
-    for name in names:
-        if (value := getattr(options, name)) != getattr(type(options), name):
-            raise ConfigError(
-                f"--{name.replace('_', '-')} {value} excludes placement, with which one node has the whole run"
-            )
+def check_whole(options: object, config: TidemillConfig, of_pool: str, *names: str) -> None:
+    """Raise ConfigError if one of these options is set beside ``placement``, with which a run is on one node.
+
+    of_pool: a pool's setting that is rejected as well.
+    """
+    given = {f"--{name.replace('_', '-')}": (getattr(options, name), getattr(type(options), name)) for name in names}
+    for name, pool in config.pools.items():
+        given[f"pools.{name}.{of_pool}"] = (getattr(pool, of_pool), getattr(PoolConfig(), of_pool))
+    for name, (value, default) in given.items():
+        if value != default:
+            raise ConfigError(f"{name} {value} excludes placement, with which one node has the whole run")
 
 
 def _check_arguments(make: type[Launcher], wanted: LauncherConfig) -> None:

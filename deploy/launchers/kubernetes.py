@@ -1,7 +1,8 @@
 """A run as Kubernetes objects: a folder for `kubectl`, from one configuration, that you can edit.
 
-The objects are those of ``deploy/kubernetes/run``. A kustomization beside them says what differs: namespace, images,
-sizes, and a ConfigMap with the configuration and the files that it names. For Helm, one file of values says the same.
+The objects are those of ``deploy/kubernetes/run``, or of ``turns`` for a run with ``placement``, which is one pod. A
+kustomization beside them says what differs: namespace, images, sizes, and a ConfigMap with the configuration and the
+files that it names. For Helm, one file of values says the same.
 This launcher only writes files.
 """
 
@@ -18,7 +19,7 @@ import yaml
 
 from deploy.checks.preflight import check
 from deploy.launcher_options import KubernetesOptions
-from deploy.launchers.factory import check_places
+from deploy.launchers.factory import check_places, check_whole
 from deploy.launchers.gpus import check_counts
 from deploy.planning.cluster import DeviceQuota, engine_width
 from schemas.config import TidemillConfig, by_pool, dump_config, of_pool
@@ -38,6 +39,8 @@ MAX_FILES = 900_000
 OF_ONE_NODE = "ReadWriteOnce"
 WITHOUT_VOLUME = ("feeder", "reward")
 """Services without the volume where only one node can mount it, beside the generators."""
+OF_ALL = ("apply.sh", PRIORITY)
+"""Files of deploy/kubernetes/run that a run in one pod has as well."""
 WAIT = 'for _ in $(seq 1800); do [ ! -e "$0" ] || exit 0; sleep 2; done; echo "no $0 after an hour" >&2; exit 1'
 """Shell of a container that waits for a file."""
 
@@ -71,17 +74,17 @@ class Kubernetes(KubernetesOptions):
             command = f"# helm upgrade --install {config.run.name} {chart} --values {path}\n"
             path.write_text(command + path.read_text(encoding="utf-8"), encoding="utf-8")
             return [path]
-        written = []
         left_out = {"config.yaml", "kustomization.yaml", *(["autoscaler.yaml"] if self.keda else [])}
+        parts = ["run", *(["redis"] if self.broker else []), *(["keda"] if self.keda else [])]
         with as_file(files("deploy") / "kubernetes") as source:
-            for part in ("run", *(["redis"] if self.broker else []), *(["keda"] if self.keda else [])):
-                for path in sorted((source / part).iterdir()):
-                    if path.name not in left_out:
-                        written.append(Path(shutil.copy(path, folder)))
-            if config.pools:
+            found = [path for part in parts for path in sorted((source / part).iterdir())]
+            if config.placement is not None:
+                parts, found = ["turns"], [*(source / "turns").iterdir(), *(source / "run" / name for name in OF_ALL)]
+            written = [Path(shutil.copy(path, folder)) for path in found if path.name not in left_out]
+            if config.pools and config.placement is None:
                 path = folder / "generator.yaml"
                 _write(path, *self._pool_objects(config, path.read_text(encoding="utf-8")))
-            base = yaml.safe_load((source / "run" / "kustomization.yaml").read_text(encoding="utf-8"))
+            base = yaml.safe_load((source / parts[0] / "kustomization.yaml").read_text(encoding="utf-8"))
         (folder / "apply.sh").chmod(0o755)
         resources = [path.name for path in written if path.suffix == ".yaml" and path.name != PRIORITY]
         for path in named:
@@ -95,7 +98,11 @@ class Kubernetes(KubernetesOptions):
 
     def _check(self, config: TidemillConfig) -> None:
         check_places(config, "Kubernetes")
-        if units := [name for name, pool in config.pools.items() if pool.units]:
+        whole = config.placement is not None
+        if whole:
+            names = ("trainer_nodes", "trainer_gpus", "generator_gpus", "broker", "keda")
+            check_whole(self, config, "kubernetes", *names)
+        elif units := [name for name, pool in config.pools.items() if pool.units]:
             raise ConfigError(f"pools.{units[0]}.units: pods don't see which units others have; make a pool of each")
         if config.pools and self.keda:
             raise ConfigError("--keda excludes pools, whose tasks wait together: `tidemill scale RUN generator.POOL=N`")
@@ -110,7 +117,7 @@ class Kubernetes(KubernetesOptions):
             raise ConfigError(f"run.folder {config.run.folder} must be below {RUNS}, where pods mount their volume")
         if self.access_mode not in ("ReadWriteMany", OF_ONE_NODE):
             raise ConfigError(f"access_mode {self.access_mode!r} must be ReadWriteMany or {OF_ONE_NODE}")
-        if self.access_mode == OF_ONE_NODE:
+        if self.access_mode == OF_ONE_NODE and not whole:
             if config.trainer.publish.transport not in ("redis", "peer"):
                 raise ConfigError(
                     f"a volume of one node ({OF_ONE_NODE}) needs trainer.publish.transport redis or peer, not"
@@ -125,6 +132,8 @@ class Kubernetes(KubernetesOptions):
 
     def _quota(self, config: TidemillConfig) -> DeviceQuota:
         """Return the run's quota; ConfigError if it is too small for the trainer and a generator of each kind."""
+        if config.placement is not None:
+            return DeviceQuota.check(config)
         control = config.control.model_copy(update={"devices": self._devices(config)})
         return DeviceQuota.check(config.model_copy(update={"control": control}), generators=1)
 
@@ -156,7 +165,7 @@ class Kubernetes(KubernetesOptions):
     def _kustomization(
         self, config: TidemillConfig, base: dict[str, Any], resources: Sequence[str], named: Sequence[Path]
     ) -> dict[str, Any]:
-        cuda = {role: "-cuda" if self._gpus(config, role) else "" for role in ("trainer", "generator")}
+        cuda = {role: "-cuda" if self._gpus(config, role) else "" for role in ("trainer", "generator", "run")}
         images = [
             {
                 "name": image["name"],
@@ -176,6 +185,8 @@ class Kubernetes(KubernetesOptions):
         }
 
     def _gpus(self, config: TidemillConfig, role: str) -> int:
+        if config.placement is not None:
+            return config.placement.least_gpus
         asked = self.trainer_gpus if role == "trainer" else self.generator_gpus
         if asked != "auto":
             return int(asked)
@@ -183,12 +194,16 @@ class Kubernetes(KubernetesOptions):
 
     def _values(self, config: TidemillConfig, data: Mapping[str, Any], named: Sequence[Path]) -> dict[str, Any]:
         """Return the chart's values: what ``_kustomization`` and ``_patches`` say."""
-        most = self._most_generators(config)
-        storage = {"size": self.storage, "accessMode": self.access_mode, "className": self.storage_class or ""}
-        return {
+        values: dict[str, Any] = {
             "config": yaml.safe_dump(data, sort_keys=False, allow_unicode=True),
             "files": {path.name: _read_text(path) for path in named},
             "images": {"registry": self.registry, "tag": self.tag},
+            "storage": {"size": self.storage, "accessMode": self.access_mode, "className": self.storage_class or ""},
+        }
+        if config.placement is not None:
+            return values | {"run": {"enabled": True, "gpus": self._gpus(config, "run")}}
+        most = self._most_generators(config)
+        return values | {
             "trainer": {
                 "nodes": self.trainer_nodes,
                 "gpus": self._gpus(config, "trainer"),
@@ -207,7 +222,6 @@ class Kubernetes(KubernetesOptions):
                     for name, pool in config.pools.items()
                 },
             },
-            "storage": storage,
             "broker": {"own": self.broker},
             "autoscaling": {"by": "keda" if self.keda else "hpa", **({"generator": {"max": most}} if most else {})},
         }
@@ -239,7 +253,17 @@ class Kubernetes(KubernetesOptions):
         return [*found, *others]
 
     def _patches(self, config: TidemillConfig) -> list[dict[str, Any]]:
-        """Return strategic merge patches: what differs from deploy/kubernetes/run."""
+        """Return strategic merge patches: what differs from deploy/kubernetes."""
+        claim: dict[str, Any] = {
+            "accessModes": [self.access_mode],
+            "resources": {"requests": {"storage": self.storage}},
+        }
+        if self.storage_class:
+            claim["storageClassName"] = self.storage_class
+        volume = _patch("v1", "PersistentVolumeClaim", "tidemill-runs", claim)
+        if config.placement is not None:
+            whole = {"containers": [{"name": "run", "resources": _resources(self._gpus(config, "run"))}]}
+            return [_patch("batch/v1", "Job", "run", {"template": {"spec": whole}}), volume]
         ranks = self._gpus(config, "trainer")
         env = [
             {"name": "NODES", "value": str(self.trainer_nodes)},
@@ -256,12 +280,6 @@ class Kubernetes(KubernetesOptions):
         if file := self._made_model(config):
             generator["initContainers"] = [_waits_for(file)]
         deployments = sorted(f"generator-{name}" for name in config.pools) or ["generator"]
-        claim: dict[str, Any] = {
-            "accessModes": [self.access_mode],
-            "resources": {"requests": {"storage": self.storage}},
-        }
-        if self.storage_class:
-            claim["storageClassName"] = self.storage_class
         compact = json.dumps(self._devices(config), separators=(",", ":"), sort_keys=True)
         devices = [{"name": "TIDEMILL_CONTROL__DEVICES", "value": compact}]
         control: dict[str, Any] = {"containers": [{"name": "control", "env": devices}]}
@@ -270,7 +288,7 @@ class Kubernetes(KubernetesOptions):
         patches = [
             _patch("batch/v1", "Job", "trainer", size | {"template": {"spec": pod}}),
             _patch("apps/v1", "Deployment", "control", {"template": {"spec": control}}),
-            _patch("v1", "PersistentVolumeClaim", "tidemill-runs", claim),
+            volume,
         ]
         if self.access_mode == OF_ONE_NODE:
             own: dict[str, Any] = {"volumes": [{"name": "runs", "persistentVolumeClaim": None, "emptyDir": {}}]}

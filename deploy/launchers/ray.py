@@ -281,12 +281,9 @@ class Ray(RayOptions):
 
     def _launch_whole(self, config: TidemillConfig, placement: PlacementConfig, fresh: bool) -> int:
         """Run `tidemill up` in one actor, on a node with the GPUs of ``placement``; return the exit code."""
-        check_whole(self, "generators", "max_generators", "generator_gpus", "trainer_gpus", "generator_cpus")
-        for name, pool in config.pools.items():
-            if pool.ray:
-                raise ConfigError(
-                    f"pools.{name}.ray {pool.ray} excludes placement, with which one node has the whole run"
-                )
+        check_whole(
+            self, config, "ray", "generators", "max_generators", "generator_gpus", "trainer_gpus", "generator_cpus"
+        )
         refuse_foreign(config, fresh)
         if not fresh:
             refuse_finished(config)

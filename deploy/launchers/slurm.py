@@ -73,7 +73,7 @@ class Slurm(SlurmOptions):
 
     def _write_one_job(self, config: TidemillConfig, placement: PlacementConfig) -> list[Path]:
         """Write the script of one job on one node with the whole run, in which GPUs are used in turns."""
-        check_whole(self, "generators", "generator_gpus", "trainer_nodes", "trainer_gpus", "container")
+        check_whole(self, config, "slurm", "generators", "generator_gpus", "trainer_nodes", "trainer_gpus", "container")
         check_record(config)
         self._check(config)
         DeviceQuota.check(config)

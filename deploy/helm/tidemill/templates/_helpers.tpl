@@ -25,7 +25,7 @@ app: tidemill{{ if not $root.Values.plain }}, app.kubernetes.io/instance: {{ $ro
 {{ include "tidemill.labels" . }}{{ range $key, $value := (get $root.Values (index . 1)).labels }}, {{ $key }}: {{ $value | quote }}{{ end -}}
 {{- end }}
 
-{{- /* Image of a role; the trainer's and the generators' are others with GPUs. */ -}}
+{{- /* Image of a role; those of roles that can have GPUs are others with them. */ -}}
 {{- define "tidemill.image" -}}
 {{- $root := index . 0 -}}{{- $role := index . 1 -}}{{- $own := get $root.Values $role -}}
 {{- if $own.image }}{{ $own.image }}{{ else if $root.Values.plain }}tidemill-{{ $role }}{{ else -}}
@@ -99,12 +99,13 @@ resources:
 {{- end -}}
 {{- end }}
 
-{{- /* The configuration and the user of the broker: (list $ "reward"), the user being the role by default. */ -}}
+{{- /* The configuration and the user of the broker, which a whole run has itself: (list $ "reward"). */ -}}
 {{- define "tidemill.volumes" -}}
 {{- $root := index . 0 -}}{{- $role := index . 1 -}}
 {{- $broker := printf "%s-%s" (include "tidemill.secret" (list $root "broker")) (ternary "operator" $role (eq $role "control")) -}}
 - {name: config, configMap: {name: {{ include "tidemill.owned" (list $root "config") }}}}
-{{- if $root.Values.broker.caSecret }}
+{{- if eq $role "run" }}
+{{- else if $root.Values.broker.caSecret }}
 - {name: broker, projected: {sources: [{secret: {name: {{ $broker }}}}, {secret: {name: {{ $root.Values.broker.caSecret }}}}]}}
 {{- else }}
 - {name: broker, secret: {secretName: {{ $broker }}}}
@@ -116,7 +117,9 @@ resources:
 {{- /* Mounts of them, the volume being for reading only unless the third says so. */ -}}
 {{- define "tidemill.mounts" -}}
 - {name: config, mountPath: /etc/tidemill, readOnly: true}
+{{- if ne (index . 1) "run" }}
 - {name: broker, mountPath: /run/secrets/tidemill, readOnly: true}
+{{- end }}
 - {name: runs, mountPath: /tidemill/runs{{ if not (index . 2) }}, readOnly: true{{ end }}}
 - {name: tmp, mountPath: /tmp}
 {{- end }}
@@ -166,10 +169,47 @@ metadata: {labels: { {{- include "tidemill.labels" . -}} }{{ if not $root.Values
 {{- end }}
 
 {{- /* A Job can't be changed: its name changes with what it holds, so that an upgrade makes it again, and only then. */ -}}
-{{- define "tidemill.trainer" -}}
-{{- if .Values.plain }}trainer{{ else -}}
-{{- $all := list .Chart.Version .Values.config .Values.files .Values.images .Values.trainer .Values.storage .Values.secrets .Values.broker.caSecret -}}
-{{ .Release.Name }}-trainer-{{ sha256sum (toJson $all) | trunc 8 }}{{ end -}}
+{{- define "tidemill.job" -}}
+{{- $root := index . 0 -}}{{- $role := index . 1 -}}{{- $values := $root.Values -}}
+{{- if $values.plain }}{{ $role }}{{ else -}}
+{{- $all := list $root.Chart.Version $values.config $values.files $values.images (get $values $role) $values.storage $values.secrets $values.broker.caSecret -}}
+{{ $root.Release.Name }}-{{ $role }}-{{ sha256sum (toJson $all) | trunc 8 }}{{ end -}}
+{{- end }}
+
+{{- /* What a Job does about a pod that ends. */ -}}
+{{- define "tidemill.failures" -}}
+backoffLimit: 100
+podFailurePolicy:
+  rules:
+    # A drained node is no failure.
+    - action: Ignore
+      onPodConditions: [{type: DisruptionTarget, status: "True"}]
+    # 2 is a wrong configuration, 3 another trainer of this run, 6 a run that can't continue: a restart mends none.
+    - action: FailJob
+      onExitCodes: {operator: In, values: [2, 3, 6]}
+{{- end }}
+
+{{- /* The way to the control plane in pods of a role: (list $ "control"). */ -}}
+{{- define "tidemill.dashboard" -}}
+{{- $root := index . 0 -}}{{- $name := include "tidemill.name" (list $root "control") -}}
+# The dashboard and the REST interface: kubectl -n {{ $root.Release.Namespace }} port-forward service/{{ $name }} 8642, then
+# http://127.0.0.1:8642/ with the token of the secret {{ include "tidemill.secret" (list $root "control") }}. It serves no TLS: put an ingress that does before
+# it to reach it from elsewhere.
+apiVersion: v1
+kind: Service
+metadata: {name: {{ $name }}, labels: { {{- include "tidemill.labels" . -}} }}
+spec:
+  selector: { {{- include "tidemill.labels" . -}} }
+  ports: [{name: http, port: 8642}]
+{{- end }}
+
+{{- /* Where the control plane listens, and its tokens. */ -}}
+{{- define "tidemill.listen" -}}
+- {name: TIDEMILL_CONTROL__HOST, value: 0.0.0.0}
+- {name: TIDEMILL_CONTROL__PORT, value: "8642"}
+- {name: TIDEMILL_CONTROL_TOKEN_FILE, value: /run/secrets/control/token}
+# The token that may only look: KEDA and Prometheus need no other.
+- {name: TIDEMILL_CONTROL_READ_TOKEN_FILE, value: /run/secrets/control/read_token}
 {{- end }}
 
 {{- /* A rule of a NetworkPolicy for the cluster's name servers. */ -}}

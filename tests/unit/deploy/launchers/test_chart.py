@@ -15,6 +15,7 @@ from schemas.config import load_config
 from tests.support.runs.programs import skip_or_fail
 from tests.unit.deploy.launchers.test_kubernetes_launcher import POOLS, WARM, Objects, file, pod
 from tests.unit.deploy.launchers.test_kubernetes_launcher import render as render_plain
+from tests.unit.deploy.launchers.test_kubernetes_turns import TURNS
 
 try:
     import helm_python
@@ -25,6 +26,7 @@ except ImportError:
 
 __all__ = ["file"]
 CONFIG = "run: {name: sums}\n"
+SHARED = CONFIG + "placement: {trainer: '0', generator: '0-1'}\n"
 OF_THE_CLUSTER = {"kube-root-ca.crt", "tidemill-trainer", "tidemill-generator"}
 FULL: dict[str, Any] = {
     "config": CONFIG + "trainer: {publish: {transport: peer}}\n",
@@ -47,6 +49,13 @@ FULL: dict[str, Any] = {
     "monitoring": {"enabled": True, "labels": {"release": "prometheus"}},
 }
 
+WHOLE: dict[str, Any] = {
+    "config": SHARED,
+    "run": {"enabled": True, "gpus": 2, "attempt": 3, "labels": {"kueue.x-k8s.io/queue-name": "team"}},
+    "storage": {"accessMode": "ReadWriteOnce"},
+    "monitoring": {"enabled": True},
+}
+
 
 def render(values: dict[str, Any], name: str = "sums", namespace: str = "team") -> Objects:
     """All objects of a release, each valid by Kubernetes' own schemas."""
@@ -60,6 +69,7 @@ def render(values: dict[str, Any], name: str = "sums", namespace: str = "team") 
 
 
 def trainer(objects: Objects) -> str:
+    """Name of the Job that trains."""
     (name,) = [name for kind, name in objects if kind == "Job"]
     return name
 
@@ -67,12 +77,12 @@ def trainer(objects: Objects) -> str:
 def test_the_plain_files_are_those_of_the_chart() -> None:
     for path, text in manifests.plain().items():
         assert path.read_text(encoding="utf-8") == text, f"{path} differs: python -m scripts.manifests"
-    made = {*manifests.plain(), *manifests.PLAIN.rglob("kustomization.yaml"), manifests.PLAIN / "run" / "config.yaml"}
+    made = {*manifests.plain(), *manifests.PLAIN.rglob("kustomization.yaml"), *manifests.PLAIN.rglob("config.yaml")}
     assert set(manifests.PLAIN.rglob("*.yaml")) == made, "every object is the chart's"
 
 
 def test_helm_finds_no_fault() -> None:
-    for values in ({"config": CONFIG}, FULL):
+    for values in ({"config": CONFIG}, FULL, {"config": SHARED, "run": {"enabled": True}}):
         report = helm_python.lint(manifests.CHART, values, strict=True)
         assert not report["errors"]
         assert {message["error"] for message in report["messages"]} <= {"icon is recommended"}
@@ -100,7 +110,7 @@ def references(objects: Objects) -> Iterator[str]:
 
 
 def test_every_name_is_of_the_release_so_a_namespace_holds_several_runs() -> None:
-    for values in ({}, {**FULL, "broker": {}}):
+    for values in ({}, {**FULL, "broker": {}}, WHOLE):
         first, second = render(values, "zq7"), render(values, "yk9")
         assert not set(first) & set(second)
         assert {name for name in references(first) if not name.startswith("zq7-")} <= OF_THE_CLUSTER
@@ -110,7 +120,7 @@ def test_every_name_is_of_the_release_so_a_namespace_holds_several_runs() -> Non
             for chosen in filter(None, (selector, policy)):
                 assert chosen.get("matchLabels", chosen)["app.kubernetes.io/instance"] == "zq7", document
         assert yaml.safe_dump(list(first.values())).replace("zq7", "yk9") == yaml.safe_dump(list(second.values()))
-        assert "http://zq7-control.team:8642" in yaml.safe_dump(list(first.values())) or not values
+        assert ("http://zq7-control.team:8642" in yaml.safe_dump(list(first.values()))) == ("autoscaling" in values)
 
 
 def test_each_secret_is_mounted_and_may_have_another_name() -> None:
@@ -121,6 +131,9 @@ def test_each_secret_is_mounted_and_may_have_another_name() -> None:
     others = {name: f"my-{name}" for name in ("broker", "control", "hub", "trackers", "judges")}
     assert secrets(render({"secrets": others})) == {name.replace("sums-", "my-") for name in expected}
     assert "broker-ca" in secrets(render(FULL))
+    whole = {f"sums-{name}" for name in ("control", "hub", "trackers", "judges")}
+    assert secrets(render(WHOLE)) == whole, "the broker in its pod has no users"
+    assert secrets(render({**WHOLE, "secrets": others})) == {name.replace("sums-", "my-") for name in whole}
 
 
 def secrets(objects: Objects) -> set[str]:
@@ -173,6 +186,20 @@ def test_values_that_teams_ask_for_reach_the_objects() -> None:
     assert kept == {"helm.sh/resource-policy": "keep"}
 
 
+def test_values_of_a_whole_run_reach_its_job_and_make_it_again() -> None:
+    objects = render(WHOLE)
+    name = trainer(objects)
+    assert name.startswith("sums-run-")
+    assert objects["Job", name]["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "team"
+    assert {kind for kind, _ in objects} == {
+        "Job", "Service", "ConfigMap", "PersistentVolumeClaim", "NetworkPolicy", "PodMonitor"
+    }  # fmt: skip
+    monitored = objects["PodMonitor", "sums-services"]["spec"]["podMetricsEndpoints"]
+    assert {endpoint["port"] for endpoint in monitored} == {port["name"] for port in ports_of(objects, "Job", name)}
+    changed = {**WHOLE, "run": {**WHOLE["run"], "attempt": 4}}
+    assert trainer(render({**WHOLE, "trainer": {"attempt": 1}})) == name != trainer(render(changed))
+
+
 def ports_of(objects: Objects, kind: str, name: str) -> list[dict[str, Any]]:
     return [port for container in pod(objects, kind, name)["containers"] for port in container["ports"]]
 
@@ -193,6 +220,9 @@ def ports_of(objects: Objects, kind: str, name: str) -> list[dict[str, Any]]:
         ({"autoscaling": {"by": "hpa", "reward": {"min": 0}}}, "minimum: got 0, want 1"),
         ({"storage": {"accessMode": "ReadWriteOnce"}}, "needs trainer.publish.transport redis or peer"),
         ({"storage": {"accessMode": "ReadWriteOnce"}, "trainer": {"nodes": 2}}, "excludes trainer.nodes 2"),
+        ({"config": SHARED}, "config has placement: set run.enabled to true, and run.gpus"),
+        ({"run": {"nodes": 2}}, "'nodes' not allowed"),
+        ({"run": {"gpus": -1}}, "minimum: got -1, want 0"),
     ],
 )
 def test_a_wrong_value_is_named(values: dict[str, Any], text: str) -> None:
@@ -233,6 +263,8 @@ def in_order(value: Any) -> Any:
         ([], {"access_mode": "ReadWriteOnce", "storage_class": "fast"}),
         ([f"pools={POOLS}"], {"access_mode": "ReadWriteOnce"}),
         ([f"pools={POOLS}", "model.path=/tidemill/runs/cache/sums", f"warm_start={WARM}"], {"registry": "ghcr.io/me"}),
+        ([TURNS], {"registry": "ghcr.io/me", "tag": "1.2"}),
+        ([TURNS, "trainer.publish.transport=file"], {"access_mode": "ReadWriteOnce", "storage_class": "fast"}),
     ],
 )
 def test_helm_and_kubectl_get_the_same_objects(file: Path, overrides: list[str], options: dict[str, Any]) -> None:
@@ -260,4 +292,4 @@ def test_helm_and_kubectl_get_the_same_objects(file: Path, overrides: list[str],
 
     assert same(rendered) == same(plain)
     cuda = pod(render(values), "Job", trainer(render(values)))["containers"][0]["image"]
-    assert cuda == pod(plain, "Job", "trainer")["containers"][0]["image"]
+    assert cuda == pod(plain, "Job", trainer(plain))["containers"][0]["image"]

@@ -95,17 +95,19 @@ def test_services_are_started_with_commands_that_exist_and_the_configuration_tha
         for container in pod["containers"]:
             if container["image"].startswith("tidemill-"):
                 words = container["args"]
-                # A Deployment starts again what ends: only the trainer, a Job, may.
-                assert ("--stay" in words) == (container["image"] != "tidemill-trainer")
+                # A Deployment starts again what ends: only the trainer and a whole run, which are Jobs, may.
+                assert ("--stay" in words) == (container["image"] not in ("tidemill-trainer", "tidemill-run"))
                 assert words[0] in commands
                 assert words[1] == "/etc/tidemill/config.yaml"
-                assert container["image"] == f"tidemill-{words[0]}"
+                assert container["image"] == f"tidemill-{'run' if words[0] == 'up' else words[0]}"
                 started.add(words[0])
-    assert started == {"control", "feeder", "reward", "generator", "trainer"}
+    assert started == {"control", "feeder", "reward", "generator", "trainer", "up"}
 
 
 def test_the_configuration_is_valid() -> None:
-    load_config(FOLDER / "run" / "config.yaml", environment={})
+    for part in ("run", "turns"):
+        config = load_config(FOLDER / part / "config.yaml", environment={})
+        assert (config.placement is not None) == (part == "turns")
 
 
 def test_scaling_asks_the_control_plane_for_what_waits_and_may_only_look() -> None:
@@ -179,7 +181,7 @@ def test_a_trainer_takes_a_node_back_from_generators() -> None:
 
 def test_a_model_of_the_hub_is_downloaded_once_into_the_volume() -> None:
     for name, pod in pods():
-        if name in ("trainer", "generator"):
+        if name in ("trainer", "generator", "run"):
             for container in containers(pod):
                 env = {entry["name"]: entry.get("value") for entry in container["env"]}
                 assert env["HF_HOME"].startswith("/tidemill/runs/"), name
@@ -211,9 +213,11 @@ def test_a_pod_has_the_broker_user_of_its_role_and_no_other() -> None:
     for name, pod in pods():
         secrets = [volume["secret"] for volume in pod["volumes"] if "secret" in volume]
         mounted = {secret["secretName"] for secret in secrets}
-        expected = {f"tidemill-broker-{users[name]}"} | ({"tidemill-control"} if name == "control" else set())
+        # A whole run has a broker of its own.
+        expected = {f"tidemill-broker-{users[name]}"} if name != "run" else set()
+        expected |= {"tidemill-control"} if name in ("control", "run") else set()
         # A token for the hub, for those that load a model.
-        expected |= {"tidemill-hub"} if name in ("trainer", "generator") else set()
+        expected |= {"tidemill-hub"} if name in ("trainer", "generator", "run") else set()
         assert mounted == expected, name
         for container in pod["containers"]:
             for variable in container.get("env", []):
@@ -229,8 +233,8 @@ def test_reward_and_feeder_pods_cannot_change_what_the_trainer_reads() -> None:
 
 
 def test_what_a_model_wrote_reaches_no_metadata_service_and_no_name_server_but_the_clusters() -> None:
-    policies = [each for each in documents("run") if each["kind"] == "NetworkPolicy"]
-    for role in ("reward", "generator"):
+    policies = [each for part in ("run", "turns") for each in documents(part) if each["kind"] == "NetworkPolicy"]
+    for role in ("reward", "generator", "run"):
         (egress,) = [
             each["spec"]["egress"]
             for each in policies

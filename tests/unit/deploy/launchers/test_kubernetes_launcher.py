@@ -236,10 +236,12 @@ GET = "-n tidemill-sums get job trainer --ignore-not-found -o jsonpath={.status.
 DELETE = "-n tidemill-sums delete job trainer --ignore-not-found --wait --timeout=330s"
 
 
-def apply(file: Path, rejected: int = 0, active: str = "", differs: int = 1) -> tuple[int, list[str], Path]:
+def apply(
+    file: Path, rejected: int = 0, active: str = "", differs: int = 1, job: str = "trainer"
+) -> tuple[int, list[str], Path]:
     """Run apply.sh with a kubectl that answers so; returns its exit code, what it asked, and the objects on trial.
 
-    active: pods of the trainer's Job. differs: exit code of kubectl diff.
+    active: pods of the Job, whose name is ``job``. differs: exit code of kubectl diff.
     """
     folder = file.parent / "objects"
     *_, script = Kubernetes(folder=folder).prepare(load_config(file, environment={}))
@@ -247,7 +249,8 @@ def apply(file: Path, rejected: int = 0, active: str = "", differs: int = 1) -> 
     kubectl.parent.mkdir()
     kubectl.write_text(KUBECTL)
     kubectl.chmod(0o755)
-    environment = {"PATH": f"{kubectl.parent}:{os.environ['PATH']}", "CALLS": str(calls), "OBJECTS": OBJECTS}
+    environment = {"PATH": f"{kubectl.parent}:{os.environ['PATH']}", "CALLS": str(calls)}
+    environment |= {"OBJECTS": OBJECTS.replace("trainer", job)}
     environment |= {"REJECTED": str(rejected), "ACTIVE": active, "DIFFERS": str(differs)}
     done = subprocess.run([script], env=environment, capture_output=True, text=True, timeout=60, check=False)
     said = [re.sub(r" /\S+", "", line) for line in calls.read_text().splitlines()]

@@ -108,10 +108,6 @@ def test_what_a_launcher_cannot_do_with_pools_is_said_in_a_line(
 
 
 UNKNOWN = "placement auto is for `tidemill up`: name the GPUs, or remove it, {} finds them"
-APART = (
-    "placement is for one machine: remove it, Kubernetes finds the GPUs; to use them in turns, run `tidemill up` in a"
-    " pod that has them all"
-)
 WHOLE = "--generators 4 excludes placement, with which one node has the whole run"
 
 
@@ -120,8 +116,7 @@ WHOLE = "--generators 4 excludes placement, with which one node has the whole ru
     [
         (Slurm(), "auto", UNKNOWN.format("Slurm")),
         (Ray(), "auto", UNKNOWN.format("Ray")),
-        (Kubernetes(), "auto", APART),
-        (Kubernetes(), {"trainer": "0", "generator": "0-1"}, APART),
+        (Kubernetes(), "auto", UNKNOWN.format("Kubernetes")),
         (Ray(generators=4), {"trainer": "0", "generator": "0-1"}, WHOLE),
     ],
 )
@@ -132,6 +127,12 @@ def test_a_placement_that_a_launcher_cannot_follow_is_refused_in_a_line(
         launcher.launch(config(run={"folder": str(tmp_path / "run")}, pools={}, placement=placement))
     assert str(raised.value) == message
     assert not (tmp_path / "run").exists()
+
+
+def test_slurm_queues_one_whole_run_without_pools_of_its_own(tmp_path: Path) -> None:
+    shared = {"run": {"folder": str(tmp_path / "run")}, "placement": {"trainer": "0", "generator": "0-1"}}
+    with pytest.raises(ConfigError, match=r"^pools.own.slurm {'partition': 'a'} excludes placement, with which one"):
+        Slurm().launch(config(**shared, pools={"own": {"slurm": {"partition": "a"}}}))
 
 
 def test_ray_places_one_whole_run_without_pools_of_its_own_and_no_finished_one(tmp_path: Path) -> None:
