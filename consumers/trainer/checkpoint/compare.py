@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from consumers.trainer.checkpoint.state import tensors_of
 from consumers.trainer.checkpoint.store import load_tensors
+from consumers.trainer.distributed.parts import plain_parts
 from consumers.trainer.step.learner import Learner
 
 
@@ -53,10 +53,8 @@ def _room_for(tree: Any) -> Any:
 
 def _tensors(tree: Any, name: str) -> Iterator[tuple[str, Tensor]]:
     """Yield all tensors by dotted name, of a sharded one this rank's part."""
-    if isinstance(tree, DTensor):
-        yield name, tree.to_local()
-    elif isinstance(tree, Tensor):
-        yield name, tree
+    if isinstance(tree, Tensor):
+        yield from ((f"{name}.{part}" if part else name, tensor) for part, tensor in plain_parts(tree).items())
     elif isinstance(tree, dict):
         for key, inner in tree.items():
             yield from _tensors(inner, f"{name}.{key}")

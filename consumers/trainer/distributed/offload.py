@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, UntypedStorage, nn
 from torch.optim import Optimizer
 
-from consumers.trainer.distributed.ranks import local_part, reshard
+from consumers.trainer.distributed.parts import plain_parts
+from consumers.trainer.distributed.ranks import reshard
 from schemas.errors import InfraError
 
 FREE_DEADLINE_S = 10.0
@@ -95,7 +96,7 @@ class StateOffload:
 
     def _storages(self) -> list[UntypedStorage]:
         """Return the memory below all tensors on the device, each piece once."""
-        tensors = [local_part(tensor) for tensor in self._tensors()]
+        tensors = [part for tensor in self._tensors() for part in plain_parts(tensor).values()]
         present = [tensor for tensor in tensors if tensor.device.type == self._device.type]
         _make_resizable(present)
         storages = (tensor.untyped_storage() for tensor in present)

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Shard, _StridedShard
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,17 @@ class Part:
         """Cut out this rank's part of a dimension that the group's size divides."""
         length = values.shape[dim] // self.size
         return values.narrow(dim, self.rank * length, length)
+
+
+def plain_parts(tensor: Tensor) -> dict[str, Tensor]:
+    """Return the tensors with memory of which this rank's part of a tensor consists, by name; "" names itself.
+
+    A moment in 8 bits consists of several.
+    """
+    own = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    if not is_traceable_wrapper_subclass(own):
+        return {"": own}
+    return {name: getattr(own, name) for name in own.__tensor_flatten__()[0]}
 
 
 Block: TypeAlias = tuple[tuple[slice, ...], tuple[slice, ...]]

@@ -174,10 +174,12 @@ def _matrices_of_layers(model: nn.Module) -> Iterator[str]:
 def _build_8bit(groups: list[dict[str, Any]], values: dict[str, Any]) -> Optimizer:
     try:
         from torchao.optim import AdamW8bit
+        from torchao.optim.subclass_8bit import OptimState8bit
     except ImportError as error:
         raise ConfigError(
             f"trainer.optimizer.name adamw_8bit needs the package torchao: pip install torchao ({error})"
         ) from error
+    _allow_copies(OptimState8bit)
     optimizer: Any = AdamW8bit(groups, **values)
     # It takes its learning rate as a tensor, everything else as a number.
     optimizer.register_step_pre_hook(lambda *_: _convert_lr(optimizer, torch.tensor))
@@ -188,6 +190,17 @@ def _build_8bit(groups: list[dict[str, Any]], values: dict[str, Any]) -> Optimiz
             moments = {name: optimizer._new_buffer(parameter, name == "exp_avg") for name in ("exp_avg", "exp_avg_sq")}
             optimizer.state[parameter] = {"step": torch.tensor(0.0), **moments}
     return cast(Optimizer, optimizer)
+
+
+def _allow_copies(kind: Any) -> None:
+    """Have torchao's moments be made without values: copies for checkpoints begin so, and torchao leaves it out."""
+
+    def make(_: Any, __: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        like, device = args[0], kwargs.get("device") or args[0].device
+        codes, scale = (torch.empty_like(part, device=device) for part in (like.codes, like.scale))
+        return kind(codes, scale, like.qmap.to(device), like.signed, dtype=like.dtype)
+
+    kind.implements([torch.ops.aten.new_empty.default, torch.ops.aten.empty_like.default])(make)
 
 
 def _convert_lr(optimizer: Optimizer, kind: Callable[[Any], Any]) -> None:
