@@ -426,6 +426,7 @@ class TrainerConfig(Section):
     @model_validator(mode="after")
     def _check_together(self) -> Self:
         kl, parallel, advantage = self.kl, self.parallel, self.advantage.name
+        optimizers = [self.optimizer, *([self.critic.optimizer] if self.critic else [])]
         problems = {
             "trainer.kl.reference lora_off is the policy without its adapter, but trainer.lora is not set: set it,"
             " or set reference to model": kl.reference == "lora_off" and self.lora is None,
@@ -438,6 +439,9 @@ class TrainerConfig(Section):
             " tensor to 1": self.lora is not None and parallel.tensor > 1,
             f"trainer.compile with trainer.parallel.tensor {parallel.tensor}: split layers cannot be compiled;"
             " remove one of them": self.compile and parallel.tensor > 1,
+            f"trainer.optimizer.name adamw_8bit with trainer.parallel.tensor {parallel.tensor}: its packed state can be"
+            " cut along the first dimension only; set name adamw, and offload true to save memory": parallel.tensor > 1
+            and any(one.name == "adamw_8bit" for one in optimizers),
             "trainer.router_replay with trainer.compile: compiled layers cannot replay their experts;"
             " remove one of them": self.router_replay and self.compile,
             "trainer.optimizer.name muon with trainer.lora: an adapter trains two factors, of which neither is the"

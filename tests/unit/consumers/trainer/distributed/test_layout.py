@@ -60,6 +60,10 @@ def test_ranks_that_make_up_no_mesh_are_refused() -> None:
             {"processes": 4, "parallel": {"tensor": 2}, "compile": True},
             "trainer.compile with trainer.parallel.tensor 2",
         ),
+        (
+            {"processes": 4, "parallel": {"tensor": 2}, "optimizer": {"name": "adamw_8bit"}},
+            "trainer.optimizer.name adamw_8bit with trainer.parallel.tensor 2",
+        ),
         ({"router_replay": True, "compile": True}, "trainer.router_replay with trainer.compile"),
         ({"activation_offload": True}, "trainer.activation_offload requires trainer.activation_checkpointing"),
         ({"parallel": {"tensor": 0}}, "trainer.parallel.tensor"),
