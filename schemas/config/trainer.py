@@ -30,8 +30,8 @@ class OptimizerConfig(Section):
     name: Literal["adamw", "adamw_8bit", "muon"] = Field(
         "adamw",
         description="adamw. adamw_8bit: its moments take 1 byte each a parameter instead of 4; needs the package"
-        " torchao. muon: Muon for the matrices of layers, with steps as large as AdamW's, and AdamW for embeddings,"
-        " output layer, norms and biases.",
+        " torchao, and parallel.tensor 1. muon: Muon for the matrices of layers, with steps as large as AdamW's, and"
+        " AdamW for embeddings, output layer, norms and biases.",
     )
     offload: bool = Field(
         False,
