@@ -12,6 +12,7 @@ from pathlib import Path
 # spin, waiting for one another, and take three times as long.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import hypothesis
 import pytest
 import setuptools  # noqa: F401  imported by two threads at once, as torch and vLLM do, it breaks for the whole process
 import structlog
@@ -32,6 +33,9 @@ from broker.connection.embedded import EmbeddedServer  # noqa: E402
 from broker.connection.keys import Keys  # noqa: E402
 from schemas.config import BrokerConfig  # noqa: E402
 
+# How long an example takes says nothing of what is tested: it depends on what else the machine does.
+hypothesis.settings.register_profile("tidemill", deadline=None)
+hypothesis.settings.load_profile("tidemill")
 _runs = itertools.count()
 _BEGAN = pytest.StashKey[float]()
 KINDS = ("integration", "e2e")

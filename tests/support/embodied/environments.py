@@ -1,7 +1,8 @@
-"""An environment that counts its steps, and can be told to end, fail, crash, hang, or be slow."""
+"""An environment that counts its steps, and can be told to end, fail, crash, hang, or note its steps."""
 
 import os
 import time
+from pathlib import Path
 from typing import Any
 
 import gymnasium
@@ -12,8 +13,8 @@ class Counting(gymnasium.Env[np.ndarray, Any]):
     """Observes how many steps the episode has; ends after ``length``, by truncation or termination.
 
     fault: crash, hang, raise or nan, at every step whose number since the process began is a multiple of ``at``.
-    slow_s: seconds that a step sleeps. scale: finite bounds of a continuous action, whose value is the reward. counts:
-    of a MultiDiscrete action, which pays 1 if each part is its largest. start: first number of Discrete actions.
+    noted: file to which each step adds a byte. scale: finite bounds of a continuous action, whose value is the reward.
+    counts: of a MultiDiscrete action, which pays 1 if each part is its largest. start: first number of Discrete ones.
     """
 
     steps = 0
@@ -24,7 +25,7 @@ class Counting(gymnasium.Env[np.ndarray, Any]):
         truncates: bool = True,
         fault: str = "",
         at: int = 1,
-        slow_s: float = 0.0,
+        noted: str = "",
         scale: float = 0.0,
         counts: Any = None,
         start: int = 0,
@@ -38,7 +39,7 @@ class Counting(gymnasium.Env[np.ndarray, Any]):
             self.action_space = spaces.MultiDiscrete(counts, start=np.full(np.shape(counts), start))
         self._counts = counts
         self._length, self._truncates, self._fault, self._at = length, truncates, fault, at
-        self._slow_s, self._scale, self._count = slow_s, scale, 0
+        self._noted, self._scale, self._count = noted, scale, 0
 
     def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple[np.ndarray, dict]:
         super().reset(seed=seed)
@@ -53,7 +54,9 @@ class Counting(gymnasium.Env[np.ndarray, Any]):
         return np.full((4, 6, 3), 20 * self._count, np.uint8) if drawn else None
 
     def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict]:
-        time.sleep(self._slow_s)
+        if self._noted:
+            with Path(self._noted).open("ab") as file:
+                file.write(b".")
         self._count += 1
         Counting.steps += 1
         fault = self._fault if Counting.steps % self._at == 0 else ""

@@ -56,7 +56,7 @@ def states(draw: st.DrawFn) -> tuple[Bytes, Bytes, list[Extent]]:
     return old, new, extents
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(states())
 def test_any_state_comes_back_bit_for_bit(case: tuple[Bytes, Bytes, list[Extent]]) -> None:
     old, new, extents = case
@@ -65,7 +65,6 @@ def test_any_state_comes_back_bit_for_bit(case: tuple[Bytes, Bytes, list[Extent]
     assert applied(old, payload).tobytes() == new.tobytes()
 
 
-@settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 2**32 - 1), st.integers(0, 2**32 - 1)), max_size=50))
 def test_any_float_becomes_any_other_nan_payloads_and_negative_zero_among_them(pairs: list[tuple[int, int]]) -> None:
     special = [(0x7FC00001, 0xFFC12345), (0x00000000, 0x80000000), (0x7F800000, 0xFF800000), (0x7FC00001, 0x7FC00001)]
@@ -113,7 +112,7 @@ def test_a_delta_that_does_not_pay_is_given_up() -> None:
     assert coded(old, new, whole(old, 2), limit=1 << 15) is None
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(states(), st.data())
 def test_damage_never_reads_or_writes_elsewhere(case: tuple[Bytes, Bytes, list[Extent]], data: st.DataObject) -> None:
     old, new, extents = case

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from consumers.reward.rewards import REWARDS
@@ -81,7 +81,6 @@ JSON_LIKE = st.recursive(
 )
 
 
-@settings(deadline=None)
 @given(
     st.text(),
     st.dictionaries(
@@ -94,7 +93,6 @@ def test_the_scorer_never_raises_for_any_data(completion: str, data: dict):
         assert result.status == "ok" or result.reason
 
 
-@settings(deadline=None)
 @given(JSON_LIKE | st.integers() | st.fractions() | st.just(10**400))
 def test_whatever_a_function_returns_becomes_a_finite_value_or_an_error(returned: object):
     term = Term("t", 1.0, lambda *_, **__: returned, {}, None, True)

@@ -18,7 +18,7 @@ VALUES = st.one_of(SCALARS, st.lists(SCALARS, max_size=3), st.dictionaries(st.te
 
 
 @pytest.mark.parametrize("name", SYSTEMS)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(data=st.data())
 def test_no_value_ends_in_anything_but_a_line(name: str, data: st.DataObject) -> None:
     keys = st.sampled_from([rule.theirs.replace("*", "other") for rule in SYSTEMS[name].rules])

@@ -84,7 +84,7 @@ USES = NAMES.flatmap(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.fixed_dictionaries({name: WORDS for name in "abc"}),
     st.fixed_dictionaries({name: NUMBERS for name in "abc"}),

@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from producers.agents.protocol import CallRequest
@@ -29,7 +29,6 @@ def repeated(notes: Notes, before: CallRequest | None = None) -> list[CallReques
     return found
 
 
-@settings(deadline=None)
 @given(st.lists(REQUESTS, max_size=6))
 def test_the_next_generator_repeats_the_requests_as_they_were(made: list[CallRequest]) -> None:
     notes = Notes()

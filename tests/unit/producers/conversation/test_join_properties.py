@@ -108,7 +108,7 @@ def templates(tmp_path_factory: pytest.TempPathFactory) -> dict[str, StoppingTem
     return found
 
 
-@settings(max_examples=CONVERSATIONS, deadline=None)
+@settings(max_examples=CONVERSATIONS)
 @given(name=st.sampled_from(APPEND_ONLY), opening=texts, plan=st.lists(turns(["closed"]), min_size=1, max_size=4))
 def test_the_join_is_what_the_template_writes_where_it_only_appends(
     templates: dict[str, StoppingTemplate], name: str, opening: str, plan: list[Turn]
@@ -127,7 +127,7 @@ def test_the_join_is_what_the_template_writes_where_it_only_appends(
     check_exact(played)
 
 
-@settings(max_examples=CONVERSATIONS, deadline=None)
+@settings(max_examples=CONVERSATIONS)
 @given(
     name=st.sampled_from([*APPEND_ONLY, "old reasoning dropped"]),
     plan=st.lists(turns(["closed"]), min_size=1, max_size=4),
@@ -146,7 +146,7 @@ def test_history_of_the_template_is_what_it_writes_whatever_the_client_sends_bac
     check_exact(played)
 
 
-@settings(max_examples=CONVERSATIONS, deadline=None)
+@settings(max_examples=CONVERSATIONS)
 @given(
     name=st.sampled_from(sorted(SOURCES)),
     opening=texts,

@@ -157,7 +157,7 @@ PIECES = st.sampled_from(
 
 
 @given(text=st.lists(PIECES | st.text(max_size=5)).map("".join), opened=st.booleans(), checked=st.booleans())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_no_text_raises_or_is_lost(text: str, opened: bool, checked: bool):
     reasoning, content = split_reasoning(text, opened)
     assert sum(len(part or "") for part in (reasoning, content)) <= len(text)
@@ -184,7 +184,7 @@ NAMES = st.text(st.characters(exclude_categories=["Cs"]), min_size=1)
     ascii_only=st.booleans(),
 )
 @example(calls=[("a", {"x": "</tool_call>"})], space=None, ascii_only=True)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_written_calls_are_read_again(calls: list[tuple[str, dict[str, Any]]], space: int | None, ascii_only: bool):
     written = [
         json.dumps({"name": name, "arguments": arguments}, indent=space, ensure_ascii=ascii_only)

@@ -80,7 +80,7 @@ def test_each_dataset_has_its_share_in_every_stretch_of_positions() -> None:
         assert parts == {0: 7, 1: 2, 2: 1}
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(st.lists(st.tuples(st.integers(1, 12), st.sampled_from([0.25, 1.0, 2.0, 3.5])), min_size=1, max_size=4))
 def test_each_dataset_goes_through_all_its_examples_in_each_epoch(parts: list[tuple[int, float]]) -> None:
     mixed = mixture(*parts)

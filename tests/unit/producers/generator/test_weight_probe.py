@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
@@ -165,7 +165,6 @@ def test_the_scatter_of_a_short_probe_is_no_fault(tokens: int) -> None:
     assert refused <= 3
 
 
-@settings(deadline=None)
 @given(st.lists(st.floats(0, 0.125, width=32), min_size=1, max_size=30), st.sampled_from(sorted(LIMITS)))
 def test_the_limit_follows_what_passed_and_is_never_below_the_floor(means: list[float], dtype: str) -> None:
     judge = ProbeJudge(dtype)

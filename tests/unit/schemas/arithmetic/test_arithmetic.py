@@ -35,7 +35,7 @@ def packed(lengths: list[int], sequences: list[tuple[Tensor, Tensor, Tensor]]) -
     return places.attend(query, places.spread(key), places.spread(value), SCALE)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(lengths=LENGTHS, columns=st.integers(0, 2))
 def test_a_sequence_is_the_same_alone_packed_and_step_by_step(lengths: list[int], columns: int) -> None:
     sequences = [states(length, seed) for seed, length in enumerate(lengths)]
@@ -72,7 +72,7 @@ def test_attention_has_the_gradient_of_the_plain_one() -> None:
         torch.testing.assert_close(one, other)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(counts=st.lists(st.integers(1, 90), min_size=1, max_size=4), bias=st.booleans())
 def test_a_row_of_a_product_is_the_same_beside_any_others(counts: list[int], bias: bool) -> None:
     generator = torch.Generator().manual_seed(len(counts))

@@ -53,7 +53,7 @@ def run(policy: Policy, rows: tuple[Tensor, Tensor, Tensor], packed: bool) -> tu
     return scores, torch.cat([p.grad.flatten() for p in policy.parameters() if p.grad is not None])
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(lengths=st.lists(st.integers(1, 40), min_size=1, max_size=8), seed=st.integers(0, 1000))
 def test_packed_is_what_padded_is(policy: Policy, lengths: list[int], seed: int) -> None:
     rows = rows_of(lengths, seed)
@@ -63,7 +63,7 @@ def test_packed_is_what_padded_is(policy: Policy, lengths: list[int], seed: int)
     assert torch.allclose(packed_grad, padded_grad, rtol=1e-3, atol=1e-5 * float(padded_grad.abs().max() + 1))
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     prompts=st.lists(st.integers(1, 20), min_size=1, max_size=3),
     answers=st.lists(st.tuples(st.integers(0, 2), st.integers(0, 20)), min_size=2, max_size=9),
@@ -202,7 +202,7 @@ def test_a_model_with_an_attention_of_its_own_stays_padded_however_little_it_sho
     assert not policy.packed
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     count=st.integers(0, 20),
     chunk=st.integers(1, 7),

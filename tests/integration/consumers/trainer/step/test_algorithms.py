@@ -98,7 +98,7 @@ def rollout_near(model: PreTrainedModel, groups: list[Group], noise: float = 0.3
 
 
 @pytest.mark.parametrize("name", LOSSES.names)
-@settings(max_examples=4, deadline=None)
+@settings(max_examples=4)
 @given(seed=st.integers(0, 1000), budget=st.integers(8, 120))
 def test_losses_do_not_depend_on_micro_batching(model: PreTrainedModel, name: str, seed: int, budget: int) -> None:
     groups = rollout_near(model, make_groups([3, 1, 4], seed))

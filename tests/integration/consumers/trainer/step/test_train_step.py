@@ -72,7 +72,7 @@ def current(model: PreTrainedModel, group: Group, version: int) -> Group:
 
 
 @pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "prompt_mean", "constant"])
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 @given(seed=st.integers(0, 1000), budget=st.integers(8, 120))
 def test_micro_batching_changes_no_gradient(model: PreTrainedModel, aggregation: str, seed: int, budget: int) -> None:
     groups = make_groups([3, 1, 4], seed)

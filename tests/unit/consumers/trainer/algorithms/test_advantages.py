@@ -58,7 +58,6 @@ def test_formula_on_groups_of_three_one_and_four(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", BY_SAMPLE)
-@settings(deadline=None)
 @given(data=st.lists(st.tuples(st.integers(0, 4), st.floats(0, 5, width=16)), min_size=1, max_size=30))
 def test_formula_on_any_grouping_in_any_order(name: str, data: list[tuple[int, float]]) -> None:
     groups, rewards = [g for g, _ in data], [r for _, r in data]
@@ -84,7 +83,6 @@ def test_partial_group_stays_in_proportion(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["centered", "grpo", "rloo", "lite_ppo", "max_rl"])
-@settings(deadline=None)
 @given(order=st.permutations(range(8)))
 def test_order_of_samples_does_not_matter(name: str, order: list[int]) -> None:
     rewards, groups = RAGGED
@@ -176,7 +174,7 @@ def tokens(parts: Sequence[TokenRewards], values: Sequence[torch.Tensor]) -> lis
     return [v for part, value in zip(parts, values, strict=True) for v in value[part.sequences.mask].tolist()]
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(rows=row_lists, gamma=st.sampled_from([1.0, 0.9, 0.0]))
 def test_reinforce_pp(rows: Rows, gamma: float) -> None:
     want = returns_by_hand(rows, gamma)
@@ -186,7 +184,7 @@ def test_reinforce_pp(rows: Rows, gamma: float) -> None:
         assert tokens(batch, [g.advantages for g in got]) == pytest.approx(normalised(want), abs=1e-6)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(rows=row_lists, gamma=st.sampled_from([1.0, 0.9]), lam=st.sampled_from([1.0, 0.95, 0.0]))
 def test_gae(rows: Rows, gamma: float, lam: float) -> None:
     want = gae_by_hand(rows, gamma, lam)

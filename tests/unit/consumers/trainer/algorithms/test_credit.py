@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from consumers.trainer.algorithms import AGGREGATIONS
@@ -171,7 +171,6 @@ def test_for_advantages_of_tokens_what_a_call_earned_stands_at_its_last_loss_tok
     assert advantages(advantage, [(body, 1.0), (sample(3, 1), 0.5)]) == [[0.0, 0.25, 0.0, 0.75], [0.0, 0.5]]
 
 
-@settings(deadline=None)
 @given(
     calls=st.lists(st.integers(1, 3), min_size=1, max_size=4),
     seed=st.integers(0, 99),
@@ -192,7 +191,6 @@ def test_rows_in_sequence_have_the_returns_of_one_long_row(calls: list[int], see
     assert [value for row in several for value in row] == pytest.approx(one[0])
 
 
-@settings(deadline=None)
 @given(
     sizes=st.lists(st.lists(st.integers(1, 3), min_size=1, max_size=3), min_size=1, max_size=4), seed=st.integers(0, 99)
 )

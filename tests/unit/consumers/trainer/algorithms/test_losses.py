@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from consumers.trainer.algorithms import LOSSES
@@ -113,7 +113,6 @@ advantage = st.floats(-4.0, 4.0)
 
 
 @pytest.mark.parametrize("name", sorted(REFERENCES))
-@settings(deadline=None)
 @given(tokens=st.lists(st.tuples(logprob, logprob, advantage), min_size=1, max_size=12))
 def test_value_and_gradient(name: str, tokens: list[tuple[float, float, float]]) -> None:
     p, q, a = ([t[i] for t in tokens] for i in range(3))

@@ -154,7 +154,7 @@ batches = st.lists(st.lists(tokens, max_size=6), min_size=1, max_size=6)
 
 
 @pytest.mark.parametrize("name", sorted(REFERENCES))
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(batch=batches)
 def test_value_and_gradient_on_ragged_rows(name: str, batch: Batch) -> None:
     want_values, want_slopes = REFERENCES[name](batch)
@@ -164,7 +164,7 @@ def test_value_and_gradient_on_ragged_rows(name: str, batch: Batch) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(REFERENCES))
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(batch=batches, cuts=st.lists(st.integers(0, 6), max_size=3))
 def test_neither_packing_nor_micro_batching_changes_a_token(name: str, batch: Batch, cuts: list[int]) -> None:
     values, slopes, _ = evaluate(name, [padded(batch)])

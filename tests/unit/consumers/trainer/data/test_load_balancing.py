@@ -31,7 +31,6 @@ def share_work(lengths: list[int]) -> list[float]:
     return [Cost(token=1.0, square=0.002, loss=0.2).of(length, length // 2) for length in lengths]
 
 
-@settings(deadline=None)
 @given(
     lengths=st.lists(st.integers(1, 300), max_size=60),
     dp_size=st.integers(1, 5),
@@ -50,7 +49,6 @@ def test_every_sample_has_one_micro_batch(lengths: list[int], dp_size: int, max_
     assert dealt == shares(share_work(lengths), lengths, dp_size, max_tokens, packed=packed)
 
 
-@settings(deadline=None)
 @given(costs=st.lists(st.integers(1, 50), min_size=1, max_size=9), bins=st.integers(1, 3))
 def test_the_fullest_bin_is_within_the_bound_of_the_best_cut(costs: list[int], bins: int) -> None:
     """Graham's bound for longest processing time first: 4/3 - 1/(3m) of the optimum."""
@@ -63,7 +61,7 @@ def test_the_fullest_bin_is_within_the_bound_of_the_best_cut(costs: list[int], b
     assert max(sum(costs[i] for i in items) for items in found) <= (4 / 3 - 1 / (3 * bins)) * best + 1e-9
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(seed=st.integers(0, 10_000), dp_size=st.sampled_from([2, 3, 4, 8]), count=st.integers(64, 512))
 def test_heavy_tailed_samples_come_out_within_a_few_percent_of_equal(seed: int, dp_size: int, count: int) -> None:
     lengths = tail(count, seed)
@@ -73,7 +71,7 @@ def test_heavy_tailed_samples_come_out_within_a_few_percent_of_equal(seed: int, 
     assert max(loads) <= max(1.02 * sum(costs) / dp_size, max(costs) + min(costs))
 
 
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 @given(seed=st.integers(0, 10_000), dp_size=st.sampled_from([2, 4]))
 def test_micro_batches_that_run_together_cost_the_same(seed: int, dp_size: int) -> None:
     lengths = tail(800, seed)
@@ -151,7 +149,6 @@ def test_families_are_cut_where_whole_ones_keep_ranks_waiting() -> None:
     assert [len(rows) for share in dealt for rows in share] == [6, 6]
 
 
-@settings(deadline=None)
 @given(
     rows=st.lists(st.tuples(st.integers(0, 4), st.lists(st.integers(0, 1), min_size=1, max_size=12)), max_size=24),
     dp_size=st.integers(1, 4),
@@ -169,7 +166,6 @@ def test_every_row_is_in_one_micro_batch_with_room(rows: list[tuple[int, list[in
     assert slowest(work(dealt, lengths, families, 1.0)) <= slowest(work(by_row, lengths, families, 1.0))
 
 
-@settings(deadline=None)
 @given(
     rows=st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=8), min_size=1, max_size=12),
     where=st.lists(st.integers(0, 2), min_size=12, max_size=12),

@@ -6,7 +6,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from consumers.trainer.algorithms import AGGREGATIONS
@@ -71,7 +71,6 @@ def test_everything_per_token_is_about_the_same_token() -> None:
     assert batch.weights[row].tolist() == pytest.approx([0.0, 1 / 3, 1 / 3])
 
 
-@settings(deadline=None)
 @given(sizes=st.lists(st.integers(1, 5), min_size=1, max_size=6), seed=st.integers(0, 99), budget=st.integers(8, 200))
 @example(sizes=[2, 5, 5, 5], seed=0, budget=8)
 def test_every_sample_is_in_one_micro_batch_within_the_budget(sizes: list[int], seed: int, budget: int) -> None:
@@ -141,7 +140,6 @@ def test_samples_without_tokens_do_not_divide_by_zero(name: str) -> None:
     assert np.isfinite(got).all()
 
 
-@settings(deadline=None)
 @given(sizes=st.lists(st.integers(1, 5), min_size=1, max_size=6), seed=st.integers(0, 99), dp_size=st.integers(1, 4))
 def test_ranks_share_a_step_whose_numbers_are_those_of_one(sizes: list[int], seed: int, dp_size: int) -> None:
     """Groups may be split over ranks: their rewards are compared before."""
@@ -155,7 +153,6 @@ def test_ranks_share_a_step_whose_numbers_are_those_of_one(sizes: list[int], see
     assert len({len(many.share(rank)) for rank in range(dp_size)}) == 1
 
 
-@settings(deadline=None)
 @given(
     sizes=st.lists(st.integers(1, 5), min_size=1, max_size=6),
     seed=st.integers(0, 99),

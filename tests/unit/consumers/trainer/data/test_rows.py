@@ -49,7 +49,6 @@ def trainable(trajectory: Trajectory) -> list[int]:
 lengths_of_samples = st.lists(st.integers(1, 12), min_size=1, max_size=6)
 
 
-@settings(deadline=None)
 @given(lengths=lengths_of_samples, seed=st.integers(0, 999), budget=st.integers(2, 60), dp_size=st.integers(1, 3))
 def test_each_sampled_token_is_trained_exactly_once(lengths: list[int], seed: int, budget: int, dp_size: int) -> None:
     groups = episodes(lengths, seed)
@@ -72,7 +71,7 @@ def test_each_sampled_token_is_trained_exactly_once(lengths: list[int], seed: in
 
 
 @pytest.mark.parametrize("aggregation", AGGREGATIONS.names)
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(lengths=lengths_of_samples, seed=st.integers(0, 999), budget=st.integers(2, 60))
 def test_a_sample_weighs_as_one_row_of_its_length(aggregation: str, lengths: list[int], seed: int, budget: int) -> None:
     groups = episodes(lengths, seed)
@@ -190,7 +189,6 @@ def assert_equal(one: MicroBatch, other: MicroBatch) -> None:
         assert torch.equal(a, b), name
 
 
-@settings(deadline=None)
 @given(sizes=st.lists(st.integers(1, 4), min_size=1, max_size=4), seed=st.integers(0, 99))
 def test_samples_without_segments_have_the_tensors_of_their_own_arrays(sizes: list[int], seed: int) -> None:
     """Bit for bit, written out by hand from the message."""
@@ -237,7 +235,7 @@ def test_a_sample_whose_every_row_is_masked_trains_nothing_and_harms_nobody() ->
     assert sample_metrics(plan)["rows_mean"] == 0.5
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(length=st.integers(1, 12), seed=st.integers(0, 999))
 def test_each_token_of_a_row_comes_with_its_experts_those_it_shares_included(length: int, seed: int) -> None:
     episode = make_episode(0, 0, length, seed)

@@ -78,7 +78,7 @@ def test_a_truncated_episode_is_continued_by_its_own_last_observation() -> None:
     np.testing.assert_allclose(returns[:, 0], [3.5, 5.0, 1.0])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(0, 2**32), st.integers(1, 12), st.integers(1, 4), st.floats(0, 1), st.floats(0, 1))
 def test_advantages_are_those_of_the_definition(seed: int, steps: int, envs: int, gamma: float, lam: float) -> None:
     rng = np.random.default_rng(seed)

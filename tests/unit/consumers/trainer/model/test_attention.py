@@ -235,7 +235,7 @@ def packed_rows(rows: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.tensor([row + [0] * (longest - len(row)) for row in rows]), torch.tensor([len(row) for row in rows])
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(rows=st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=9), min_size=1, max_size=9))
 def test_each_token_is_computed_once_for_all_rows_that_begin_alike(rows: list[list[int]]) -> None:
     prefixes = [tuple(row[: end + 1]) for row in rows for end in range(len(row))]
