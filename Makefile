@@ -73,7 +73,7 @@ system: ## Install the programs that tests drive: Chromium, Slurm, kubectl and o
 sglang: $(STAMP) ## Fetch SGLang's packages for the tests with its real server on a CPU, into .sglang
 	@tests/support/sglang_cpu/install.sh
 
-environments: $(STAMP) ## Fetch verifiers, OpenEnv, TextArena and lm-eval for the tests that use them, into .environments
+environments: $(STAMP) ## Fetch verifiers, OpenEnv, TextArena, torchao and lm-eval for the tests that use them, into .environments
 	@tests/support/environments/install.sh
 
 chaos: $(DEV) ## Break a running system in every way for MINUTES (default 3), with SEED (default 1), and count what was lost

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # The packages of examples/verifiers, examples/openenv and examples/textarena, as their README.md says, and the harness
-# lm-eval, into interpreters of their own in .environments: `make environments`.
+# lm-eval, and torchao, which prints as it is imported, into interpreters of their own in .environments:
+# `make environments`.
 set -euo pipefail
 cd "$(dirname "$0")/../../.."
 
@@ -15,7 +16,7 @@ fill() {
 }
 
 filling=() status=0
-for packages in "verifiers uv" openenv textarena "lm-eval lm-eval[api]"; do
+for packages in "verifiers uv" openenv textarena torchao "lm-eval lm-eval[api]"; do
   fill $packages &
   filling+=($!)
 done

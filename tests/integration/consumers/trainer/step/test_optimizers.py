@@ -25,6 +25,7 @@ from schemas.config import OptimizerConfig
 from schemas.errors import ConfigError
 from tests.support.configurations import minimal_config
 from tests.support.models.tiny_mixture import build_mixture
+from tests.support.runs.programs import environment_python
 from tests.support.trainer.trajectories import make_groups
 
 MUON = OptimizerConfig(name="muon", lr=0.01, weight_decay=0.1)
@@ -110,10 +111,13 @@ def eager() -> Iterator[None]:
 
 @pytest.mark.usefixtures("eager")
 @pytest.mark.parametrize("name", ["muon", "adamw_8bit"])
-def test_a_resumed_run_takes_the_same_steps_to_the_bit(model: Path, tmp_path: Path, name: str) -> None:
+def test_a_resumed_run_takes_the_same_steps_to_the_bit(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
     """From a checkpoint that was written while training continued, and after its state was in main memory."""
     if name == "adamw_8bit" and find_spec("torchao") is None:
-        pytest.skip("torchao is not installed")
+        (packages,) = environment_python("torchao").parents[1].glob("lib/python*/site-packages")
+        monkeypatch.setattr(sys, "path", [*sys.path, str(packages)])
     store, weights = CheckpointStore(tmp_path / "checkpoints"), []
     for resumed in (False, True):
         step = learner(model, tmp_path, name)
