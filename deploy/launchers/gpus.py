@@ -7,7 +7,7 @@ both have it, and vLLM takes what the trainer leaves. None: everything runs on t
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Literal
 
@@ -40,6 +40,7 @@ class GpuPlan:
     0 GPUs: the service sees all that there are. utilization: of vLLM, on a GPU that is shared; None leaves it as it is.
     text: what was dealt out, in a line; empty when nothing was. placed: each service's GPUs by ``placement``.
     sharing: generators that have GPUs of the trainer, by ``placement``. placement: what it was, or auto stood for.
+    pools: replicas of each that auto stood for.
     """
 
     trainer: float
@@ -50,6 +51,7 @@ class GpuPlan:
     placed: Mapping[str, Sequence[int]] | None = None
     sharing: Sequence[str] = ()
     placement: PlacementConfig | None = None
+    pools: Mapping[str, int] = field(default_factory=dict)
 
     def apply(self, config: TidemillConfig) -> TidemillConfig:
         """Return the configuration as it fits."""
@@ -61,6 +63,11 @@ class GpuPlan:
         if self.placement is not None:
             update["placement"] = self.placement
             update["trainer"] = config.trainer.model_copy(update={"processes": int(self.trainer)})
+        if self.pools:
+            update["pools"] = {
+                name: pool.model_copy(update={"generator": {**pool.generator, "replicas": self.pools[name]}})
+                for name, pool in config.pools.items()
+            }
         return config.model_copy(update=update)
 
 
@@ -130,7 +137,7 @@ def plan_gpus(
 def _place(config: TidemillConfig, placement: PlacementConfig, gpus: Sequence[Gpu]) -> GpuPlan:
     planned = ""
     if placement.is_auto:
-        placement, planned = place(config, len(gpus))
+        placement, _, planned = place(config, len(gpus))
     try:
         engines = placement.engines(engine_width(config))
     except ValueError as error:

@@ -1,6 +1,7 @@
 """Deals this machine's GPUs out to the generators of pools, whose engines may be spread over different numbers."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from deploy.launchers.gpus import (
     Auto,
@@ -13,6 +14,7 @@ from deploy.launchers.gpus import (
     there_are,
 )
 from deploy.planning.cluster import engine_width
+from deploy.planning.search import place
 from schemas.config import TidemillConfig, of_node
 from schemas.config.deploy import count_gpus, parse_ranges
 from schemas.errors import ConfigError
@@ -26,6 +28,13 @@ def plan_pools(
     trainer, generator: as for ``plan_gpus``. A single GPU is shared by all.
     """
     check_counts(trainer, generator)
+    if gpus and config.placement is not None and config.placement.is_auto:
+        placement, replicas, planned = place(config, len(gpus))
+        auto = GpuPlan(
+            len(parse_ranges(placement.trainer)), 0, config.generator.replicas, placement=placement, pools=replicas
+        )
+        dealt = plan_pools(auto.apply(config), gpus)
+        return replace(auto, text=f"{planned}{dealt.text}", placed=dealt.placed, sharing=dealt.sharing)
     own, pools = config.generator.replicas, of_node(config, "")
     if not gpus or (trainer == 0 and generator == 0):
         return GpuPlan(0, 0, own)

@@ -8,10 +8,21 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from deploy.planning.cluster import PoolPart, engine_width
+from deploy.planning.cluster import engine_width
 from deploy.planning.run_rates import Known, count_sharing, figures
-from deploy.planning.search import NEARLY, STEPS, WORTH, Plan, best, best_in_turns, in_turns, in_words, simulate
-from schemas.config import TidemillConfig, of_pool
+from deploy.planning.search import (
+    NEARLY,
+    STEPS,
+    WORTH,
+    Plan,
+    best,
+    best_in_turns,
+    in_turns,
+    in_words,
+    pool_parts,
+    simulate,
+)
+from schemas.config import TidemillConfig
 from schemas.config.deploy import parse_ranges
 
 STALENESS = (0, 1, 2, 4, 8)
@@ -90,22 +101,8 @@ def make(config: TidemillConfig, gpus: int, staleness: int, known: Known) -> Pla
         steps=STEPS,
         generator_gpus=engine_width(config),
         trainer_unit=config.trainer.parallel.unit,
-        pools=_pools(config, gpus, known),
+        pools=pool_parts(config, gpus, known),
     )
-
-
-def _pools(config: TidemillConfig, gpus: int | None, known: Known) -> list[PoolPart]:
-    """Return the most generators that each pool can have: ``replicas`` if it is set, as on machines of its own.
-
-    gpus: None for the configured number of each.
-    """
-    found = []
-    for name, rates in known.pools.items():
-        one, own = of_pool(config, name), bool(config.pools[name].nodes)
-        width, given = engine_width(one), own or gpus is None or "replicas" in one.generator.model_fields_set
-        most = one.generator.replicas if given or gpus is None else gpus // width
-        found.append(PoolPart(name, most, rates, 0 if own else width))
-    return found
 
 
 def compare(config: TidemillConfig, known: Known, chosen: Plan) -> dict[str, Plan]:
@@ -116,7 +113,7 @@ def compare(config: TidemillConfig, known: Known, chosen: Plan) -> dict[str, Pla
     would give.
     """
     rates, mix, unit = known.rates, known.mix, config.trainer.parallel.unit
-    pools = _pools(config, None, known)
+    pools = pool_parts(config, None, known)
     found = {"turns": best_in_turns(chosen, rates, mix, unit, STEPS, pools)}
     if config.pools:
         found["strict_order"] = simulate(replace(chosen.layout, window=1), rates, mix, STEPS)

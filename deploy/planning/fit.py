@@ -250,7 +250,7 @@ def trainer_ranks(config: TidemillConfig, gpus: int) -> int:
     """Return the ranks of the trainer: of ``placement``, ``trainer.processes``, or what the generators leave."""
     if (placement := config.placement) is not None:
         if placement.is_auto:
-            placement, _ = place(config, gpus)
+            placement, _, _ = place(config, gpus)
         places = parse_ranges(placement.trainer)
         if (last := max(*places, *parse_ranges(placement.generator))) >= gpus:
             raise ConfigError(f"--gpus {gpus} is too few: placement names GPU {last}, counted from 0")

@@ -2,11 +2,12 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 
 from deploy.planning.cluster import ClusterLayout, ClusterRates, LengthMix, PoolPart, engine_width
-from deploy.planning.run_rates import count_sharing, figures
+from deploy.planning.run_rates import Known, count_sharing, figures
 from deploy.planning.simulation import Simulation, SimulationResult
-from schemas.config import PlacementConfig, TidemillConfig
+from schemas.config import PlacementConfig, TidemillConfig, of_pool
 from schemas.config.deploy import count_gpus, parse_ranges
 from schemas.errors import ConfigError
 
@@ -74,6 +75,20 @@ def best(
         else:
             high = middle
     return found[max(allowed[max(0, low - 1) : low + 2], key=at)]
+
+
+def pool_parts(config: TidemillConfig, gpus: int | None, known: Known) -> list[PoolPart]:
+    """Return the most generators that each pool can have: ``replicas`` if it is set, as on machines of its own.
+
+    gpus: None for the configured number of each.
+    """
+    found = []
+    for name, rates in known.pools.items():
+        one, own = of_pool(config, name), bool(config.pools[name].nodes)
+        width, given = engine_width(one), own or gpus is None or "replicas" in one.generator.model_fields_set
+        most = one.generator.replicas if given or gpus is None else gpus // width
+        found.append(PoolPart(name, most, rates, 0 if own else width))
+    return found
 
 
 def _with_pools(layout: ClusterLayout, pools: Sequence[PoolPart], gpus: int) -> set[ClusterLayout]:
@@ -158,45 +173,69 @@ def in_words(plan: Plan) -> str:
     layout = plan.layout
     shared = f", {layout.shared} of them on its GPUs" if layout.shared else ""
     plural = "" if layout.generators == 1 else "s"
-    pools = f" ({', '.join(f'{count} {name}' for name, count in layout.by_pool.items())})" if layout.pools else ""
+    named = ", ".join(f"{count} {name}" for name, count in layout.by_pool.items() if name)
+    pools = f" ({named})" if named else ""
     return f"{count_gpus(layout.trainers)} for the trainer, {layout.generators} generator{plural}{pools}{shared}"
 
 
-def place(config: TidemillConfig, gpus: int) -> tuple[PlacementConfig, str]:
-    """Return the GPUs that ``placement: auto`` stands for on so many, and what is expected of them in a line.
+def place(config: TidemillConfig, gpus: int) -> tuple[PlacementConfig, dict[str, int], str]:
+    """Return what ``placement: auto`` stands for on so many GPUs: the placement, and the replicas of each pool.
 
-    Each number of the trainer's GPUs is tried, without turns and with generators on all of them; only
-    trainer.processes, if that is set. ConfigError if the GPUs are too few.
+    The third is a line of what is expected of them. Each number of the trainer's GPUs is tried, without turns and with
+    generators on all of them; only trainer.processes, if that is set. ConfigError if the GPUs are too few.
     """
-    known, width, unit = figures(config), engine_width(config), config.trainer.parallel.unit
+    known, unit = figures(config), config.trainer.parallel.unit
+    pools = pool_parts(config, gpus, known) or [PoolPart("", gpus, known.rates, engine_width(config))]
     least, fixed = config.trainer.processes, "processes" in config.trainer.model_fields_set
     processes = [least] if fixed else range(least := unit, gpus + 1, unit)
     found: dict[bool, list[Plan]] = {False: [], True: []}
     for trainers in (count for count in processes if count <= gpus):
-        own = (gpus - trainers) // width
-        for shared in {0, 0 if config.cannot_share else trainers // width}:
-            if own + shared:
-                layout = _layout(config, own + shared, trainers, shared)
-                found[shared > 0].append(simulate(layout, known.rates, known.mix, STEPS))
+        alone = _layout(config, 0, trainers, 0)
+        splits = _with_pools(alone, pools, gpus - trainers)
+        sharing = (
+            [] if config.cannot_share else [_on_trainers(each, pool) for each in splits or [alone] for pool in pools]
+        )
+        for layout in {*splits, *sharing}:
+            if layout.generators:
+                found[layout.shared > 0].append(simulate(layout, known.rates, known.mix, STEPS))
     if not any(found.values()):
         raise ConfigError(
             f"placement auto: {count_gpus(gpus)} {'is' if gpus == 1 else 'are'} too few for a trainer of"
-            f" {least} and a generator of {width}"
+            f" {least} and a generator of {min(pool.generator_gpus for pool in pools)}"
         )
     plan, turns = (max(plans, key=_speed, default=None) for plans in found.values())
     if plan is None or (turns is not None and _speed(turns) >= WORTH * _speed(plan)):
         plan = turns
     assert plan is not None
     layout = plan.layout
-    # Those of their own come first, since the last generators are given up first.
-    own, shared = (layout.generators - layout.shared) * width, layout.shared * width
-    parts = [_range(layout.trainers, own), _range(0, shared)]
     placement = PlacementConfig(
         trainer=_range(0, layout.trainers),
-        generator=",".join(part for part in parts if part),
+        generator=_ranges(layout, [pool.name for pool in pools]),
         balance=config.placement is not None and config.placement.balance,
     )
-    return placement, f"placement auto, rates {known.source['trained']}: {in_words(plan)}; "
+    replicas = {name: layout.by_pool.get(name, 0) for name in config.pools}
+    return placement, replicas, f"placement auto, rates {known.source['trained']}: {in_words(plan)}; "
+
+
+def _on_trainers(layout: ClusterLayout, pool: PoolPart) -> ClusterLayout:
+    """Return the layout with generators of a pool on all of the trainer's GPUs, too."""
+    count = min(pool.generators - layout.by_pool.get(pool.name, 0), layout.trainers // pool.generator_gpus)
+    return layout.with_pools([*layout.pools, replace(pool, generators=count, shared=True)])
+
+
+def _ranges(layout: ClusterLayout, names: Sequence[str]) -> str:
+    """Return the GPUs of the generators, pool by pool.
+
+    In a pool, those of their own come first, since the last generators are given up first.
+    """
+    found, free = [], layout.trainers
+    for name, shared in product(names, (False, True)):
+        count = sum(
+            each.generators * each.generator_gpus for each in layout.pools if (each.name, each.shared) == (name, shared)
+        )
+        found.append(_range(0 if shared else free, count))
+        free += 0 if shared else count
+    return ",".join(filter(None, found))
 
 
 def wanted_generators(

@@ -12,7 +12,7 @@ from deploy.launchers.pool_gpus import plan_pools
 from deploy.launchers.ray import Ray
 from deploy.launchers.slurm import Slurm
 from deploy.services.pool import expand
-from schemas.config import TidemillConfig, parse_config
+from schemas.config import TidemillConfig, of_pool, parse_config
 from schemas.errors import ConfigError
 
 WIDE = {"generator": {"engine": "vllm", "args": {"tensor_parallel_size": 2}}}
@@ -52,6 +52,36 @@ def test_pools_on_gpus_of_the_trainer_take_turns_with_it() -> None:
     plan = planned(config(placement={"trainer": "0-1", "generator": "0-4"}, trainer={"processes": 2}), 5)
     assert plan.sharing == ["generator-wide-0"]
     assert plan.text.endswith("4 unused; in turns with the trainer: generator-wide-0")
+
+
+def test_placement_auto_plans_the_trainer_and_the_generators_of_each_pool() -> None:
+    """Both pools have the rates that are stated, for an engine on two GPUs as for one on one."""
+    asked = config(placement="auto", pools={"wide": WIDE, "thin": THIN, "more": {"generator": {"engine": "vllm"}}})
+    plan = planned(asked, 8)
+    assert plan.text.startswith("placement auto, rates stated")
+    applied = plan.apply(asked)
+    assert applied.placement is not None
+    assert not applied.placement.is_auto
+    replicas = {name: of_pool(applied, name).generator.replicas for name in applied.pools}
+    assert replicas["wide"] == 0 < replicas["more"]
+    assert replicas["thin"] <= 2, "its replicas are set, and the most that it gets"
+    placed = plan.placed or {}
+    assert len(placed["trainer"]) == applied.trainer.processes
+    assert {name for name in placed if name != "trainer"} == {
+        f"generator-{name}-{index}" for name, count in replicas.items() for index in range(count)
+    }
+    used = [place for places in placed.values() for place in places]
+    assert (sorted(set(used)), len(used)) == ([*range(8)], 8)
+
+
+def test_placement_auto_shares_a_single_gpu_with_a_generator_of_one_pool() -> None:
+    asked = config(placement="auto")
+    plan = planned(asked, 1)
+    assert plan.placed == {"trainer": [0], "generator-thin-0": [0]}
+    assert plan.sharing == ["generator-thin-0"]
+    applied = plan.apply(asked)
+    assert [of_pool(applied, name).generator.replicas for name in ("wide", "thin")] == [0, 1]
+    assert planned(applied, 1).placed == plan.placed, "what auto stood for, named"
 
 
 def test_one_gpu_is_shared_by_all_and_without_any_all_run_on_the_cpu() -> None:
