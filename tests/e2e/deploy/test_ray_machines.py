@@ -16,7 +16,10 @@ from schemas.run_folder import read_lines, surviving_lines
 from tests.support.models.tiny_model import make_tiny_model
 from tests.support.runs.machines import Machine, two_machines
 
-pytestmark = pytest.mark.matrix("a launcher on a real network; make test runs the local one, test_ray.py Ray's own")
+pytestmark = [
+    pytest.mark.matrix("a launcher on a real network; make test runs the local one, test_ray.py Ray's own"),
+    pytest.mark.timeout(900),
+]
 pytest.importorskip("ray")
 RAY = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats"]
 ENVIRONMENT = {"RAY_worker_niceness": "0", "OMP_NUM_THREADS": "1", "RAY_ADDRESS": ""}
