@@ -293,8 +293,8 @@ def test_a_stream_of_weights_that_is_deleted_while_a_version_is_published_is_no_
     training = take_over(broker)
     real = broker.connection.run_script
 
-    def script(name: str, *args: Any) -> Any:
-        answer = real(name, *args)
+    def script(name: str, *args: Any, **options: Any) -> Any:
+        answer = real(name, *args, **options)
         if name == "add_version":
             broker.connection.client.delete(broker.connection.keys.weights)
         return answer

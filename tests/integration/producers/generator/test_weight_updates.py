@@ -102,10 +102,10 @@ def publish_damaged(broker: Broker, training: TrainerSession, folder: Path, how:
     real = broker.connection.run_script
     repairs: list[Callable[[], Any]] = []
 
-    def script(name: str, *args: Any) -> Any:
+    def script(name: str, *args: Any, **options: Any) -> Any:
         if name == "add_version":
             repairs.append(damage(broker, how))
-        return real(name, *args)
+        return real(name, *args, **options)
 
     broker.connection.run_script = script  # type: ignore[method-assign]
     try:
