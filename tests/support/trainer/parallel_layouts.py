@@ -111,7 +111,7 @@ FEW = (
     "shard 2, tensor 2, experts cut",
     "context 2, tensor 2, expert 2, experts of the rollout",
 )
-"""Those that together have every dimension, kind of model and option."""
+"""Those that together have every dimension, both kinds of models, and each option but an odd vocabulary."""
 
 
 def run_layouts(report: Path, names: Sequence[str]) -> None:

@@ -159,7 +159,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str,
     return find
 
 
-MORE = pytest.mark.matrix("one more layout; FEW have every dimension, kind of model and option")
+MORE = pytest.mark.matrix("one more layout; FEW have every dimension, both kinds of models, all options but one")
 
 
 def cases(names: Iterable[str]) -> list[ParameterSet]:
