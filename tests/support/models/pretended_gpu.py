@@ -15,13 +15,15 @@ from torch import Tensor
 from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 from torch.nn.attention import SDPBackend
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass, return_and_correct_aliasing
 from torch.utils._pytree import tree_flatten, tree_map
 from torch.utils.backend_registration import (
     _DummyBackendModule,
     _DummyPrivateUse1Hook,
     _setup_privateuseone_for_python_backend,
 )
+
+from consumers.trainer.distributed import parts
 
 aten = torch.ops.aten
 
@@ -224,6 +226,12 @@ def pretend_gpu(patch: pytest.MonkeyPatch) -> Iterator[torch.device]:
         StateDictStager,
         "_offload_tensor",
         lambda self, x, *args, **kwargs: x.held.clone() if isinstance(x, _OnGpu) else stage(self, x, *args, **kwargs),
+    )
+    # A tensor of a real GPU is no wrapper of another.
+    patch.setattr(
+        parts,
+        "is_traceable_wrapper_subclass",
+        lambda each: not isinstance(each, _OnGpu) and is_traceable_wrapper_subclass(each),
     )
     # Threads of a device would not have the modes.
     with torch.autograd.set_multithreading_enabled(False), _Functions(), _Dispatch():
