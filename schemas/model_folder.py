@@ -65,6 +65,26 @@ def resolve_folder(path: str | Path, weights: bool = True) -> Path:
         raise ConfigError(f"model.path {path}: no such folder, and the Hub answered: {reason}") from error
 
 
+def check_quantised(path: str | Path, setting: str = "model.path", adapted: bool = False) -> bool:
+    """Return whether the weights of a model are quantised, by its config.json; ConfigError unless it can be trained.
+
+    setting: that names the model. adapted: only an adapter of it is trained.
+    """
+    file = resolve_folder(path, weights=False) / "config.json"
+    found = read_json(file).get("quantization_config") if file.is_file() else None
+    if not found:
+        return False
+    method = str(found.get("quant_method", "by an unknown method"))
+    if method == "bitsandbytes":
+        method += ", 4 bits" if found.get("load_in_4bit") else ", 8 bits"
+    if not adapted or method != "bitsandbytes, 4 bits":
+        raise ConfigError(
+            f"{setting} {path}: its weights are quantised ({method}), must have 16 or 32 bits, or 4 bits of"
+            " bitsandbytes where trainer.lora trains an adapter of model.path"
+        )
+    return True
+
+
 def chat_template(folder: Path) -> str | None:
     """Return the model's chat template, from its own file or the tokenizer's settings, or None."""
     file = folder / "chat_template.jinja"

@@ -31,9 +31,9 @@ from producers.engines.sampling import check_sampling
 from producers.engines.vllm.arguments import check_machine, check_names_of_arguments
 from producers.engines.vllm.before_import import check_batch_invariance, is_cpu_build
 from producers.tasks import make_sampling
-from schemas.config import HttpEngineConfig, ModelConfig, TidemillConfig, TrainerConfig, by_pool, dump_config
+from schemas.config import HttpEngineConfig, TidemillConfig, TrainerConfig, by_pool, dump_config
 from schemas.errors import ConfigError
-from schemas.model_folder import find_tokens
+from schemas.model_folder import check_quantised, find_tokens
 from schemas.policy_shape import PolicyShape
 
 USER_CODE_DEADLINE_S = 600.0
@@ -154,13 +154,14 @@ def _check_torchao(trainer: TrainerConfig) -> None:
     if trainer.critic is not None:
         optimizers["trainer.critic.optimizer"] = trainer.critic.optimizer
     for setting, optimizer in optimizers.items():
-        if optimizer.name == "adamw_8bit" and importlib.util.find_spec("torchao") is None:
-            raise ConfigError(f"{setting}.name adamw_8bit needs the package torchao: pip install torchao")
+        if optimizer.name == "adamw_8bit":
+            _need("torchao", f"{setting}.name adamw_8bit")
 
 
-def _need(package: str, what: str, extra: str) -> None:
+def _need(package: str, what: str, extra: str = "") -> None:
     if importlib.util.find_spec(package) is None:
-        raise ConfigError(f"{what} needs the package {package}: pip install 'tidemill[{extra}]'")
+        command = f"pip install 'tidemill[{extra}]'" if extra else f"pip install {package}"
+        raise ConfigError(f"{what} needs the package {package}: {command}")
 
 
 def check_folders(config: TidemillConfig) -> str:
@@ -207,7 +208,7 @@ def check_models(config: TidemillConfig) -> str:
     if config.model.kind == "mlp":
         shape = PolicyShape.read(config.model.path, sac=trainer.sac is not None)
         return f"{config.model.path}: {shape.observations} observations, {shape.actions} actions"
-    found = "created by warm_start" if config.warm_start else _check_policy(config.model)
+    found = "created by warm_start" if config.warm_start else _check_policy(config)
     if config.warm_start and not config.warm_start.starts_untrained and find_unmade(config):
         check_hub_or_folder(config.warm_start.model, "warm_start.model")
     if trainer.kl.coef and trainer.kl.model is not None:
@@ -221,10 +222,13 @@ def check_models(config: TidemillConfig) -> str:
     return f"{config.model.path}: {found}"
 
 
-def _check_policy(model: ModelConfig) -> str:
+def _check_policy(config: TidemillConfig) -> str:
+    model = config.model
     folder = check_hub_or_folder(model.path, "model.path")
     if folder is None:
         return "on the Hub"
+    if check_quantised(folder, adapted=config.trainer.lora is not None):
+        _need("bitsandbytes", f"model.path {folder} in 4 bits")
     check_tokenizer(folder)
     find_tokens(folder, model.output_tokens)
     return f"in {folder}"
@@ -235,7 +239,7 @@ def check_model(config: TidemillConfig) -> None:
     if config.model.kind == "mlp":
         PolicyShape.read(config.model.path, sac=config.trainer.sac is not None)
     elif config.warm_start is None:
-        _check_policy(config.model)
+        _check_policy(config)
 
 
 def _check_user_code(config: TidemillConfig, thorough: bool, step_s: float | None) -> Iterator[Finding]:

@@ -44,7 +44,7 @@ def check_cards(config: TidemillConfig, gpus: Sequence[Gpu], plan: GpuPlan) -> I
     shared = not plan.sharing and (len(gpus) == 1 or not plan.trainer)
     try:
         size = rehearse_apart(config, config.trainer.processes, limit_s=LIMIT_S)
-        engines = size_engines(pools, size["model_parameters"], memory, shared)
+        engines = size_engines(pools, size["model_parameters"], memory, shared, size.get("in_4_bits", 0))
     except TidemillError as error:
         yield Finding("trainer memory", "ok", one_line(f"not computed: {error}"))
         return

@@ -25,6 +25,11 @@ VLLM_SHARE = 0.9
 TYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
+def bytes_in_4_bits(count: int) -> int:
+    """Return the bytes of so many parameters in 4 bits, with a scale of 32 bits for each 64 of them."""
+    return count * 9 // 16
+
+
 def engine_width(config: TidemillConfig) -> int:
     """Return the GPUs of one generator's engine; ConfigError if its arguments give no number."""
     width = 1

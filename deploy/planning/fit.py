@@ -26,7 +26,7 @@ from deploy.planning.cards import (
     step_time,
 )
 from deploy.planning.changes import changes, layouts, rehearse_apart, size_changes
-from deploy.planning.cluster import SHARED, TYPE_BYTES, UTILIZATION, VLLM_SHARE, engine_width
+from deploy.planning.cluster import SHARED, TYPE_BYTES, UTILIZATION, VLLM_SHARE, bytes_in_4_bits, engine_width
 from deploy.planning.search import place
 from schemas.config import TidemillConfig, by_pool
 from schemas.config.deploy import parse_ranges
@@ -163,7 +163,9 @@ def compute_fit(config: TidemillConfig, ranks: int, card: Card, links: Links, sh
     rows.sort(key=lambda row: (row.left < 0, row.seconds if row.left >= 0 else -row.left))
     engines = {
         pool: replace(engine, rate=_sampled(engine, pools[pool], card))
-        for pool, engine in size_engines(pools, size["model_parameters"], card.memory, shared).items()
+        for pool, engine in size_engines(
+            pools, size["model_parameters"], card.memory, shared, size.get("in_4_bits", 0)
+        ).items()
     }
     parallel = config.trainer.parallel
     trained = size["tokens"] * size["micro_batches"] / (parallel.tensor * parallel.context) / times[CONFIGURED].total
@@ -283,9 +285,9 @@ def trainer_room(pools: Mapping[str, TidemillConfig], card_bytes: int, shared: b
 
 
 def size_engines(
-    pools: Mapping[str, TidemillConfig], parameters: int, card_bytes: int, shared: bool
+    pools: Mapping[str, TidemillConfig], parameters: int, card_bytes: int, shared: bool, in_4_bits: int = 0
 ) -> dict[str, EngineSize]:
-    """Compute the size of an engine of each pool. parameters: of the model, a number. shared: see trainer_room."""
+    """Compute the size of an engine of each pool. parameters, in_4_bits: of the model. shared: see trainer_room."""
     if not (shares := vllm_shares(pools, shared)):
         return {}
     model = next(iter(pools.values())).model
@@ -293,9 +295,10 @@ def size_engines(
         resolve_folder(model.path, weights=False), trust_remote_code=model.trust_remote_code
     ).get_text_config()
     found, kind = {}, TYPE_BYTES[model.dtype]
+    whole = (parameters - in_4_bits) * kind + bytes_in_4_bits(in_4_bits)
     for pool, share in shares.items():
         width, tensor = engine_width(pools[pool]), int(pools[pool].generator.args.get("tensor_parallel_size", 1))
-        share, weights = share or VLLM_SHARE, parameters * kind // width
+        share, weights = share or VLLM_SHARE, whole // width
         sample = _sample_bytes(settings, kind, tensor, width // tensor, model.max_length)
         if sample is None:
             found[pool] = EngineSize(share, weights, None, None)

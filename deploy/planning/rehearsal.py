@@ -34,12 +34,14 @@ from consumers.trainer.step.critic import Critic
 from consumers.trainer.step.gradient_update import GradientUpdate, LocalAdamW
 from consumers.trainer.step.train_step import TrainStep, laid_out
 from deploy.planning.cards import MAIN_MEMORY
+from deploy.planning.cluster import bytes_in_4_bits
 from deploy.planning.shapes import MemoryLedger, SavedAway, ShapesOnly
 from deploy.planning.step_size import StepSize, Traffic, cut_to, extrapolate, find_depths, try_small
 from deploy.planning.work import WorkLedger
 from schemas.config import TidemillConfig, parse_config
 from schemas.config.trainer import CHECKPOINTED_FROM, CriticConfig
 from schemas.errors import ConfigError
+from schemas.model_folder import check_quantised
 
 
 class _Alone:
@@ -75,8 +77,9 @@ def rehearse(config: TidemillConfig, ranks: int, on_gpu: bool = True) -> StepSiz
         torch.autograd.graph.save_on_cpu = SavedAway  # type: ignore[assignment, misc]
     optimizers._build_8bit = _Sized8bit
     try:
-        vision = config.model.kind == "vision"
-        model = load_model(config.model.path, "float32", config.model.trust_remote_code, vision, empty=True)
+        named = config.model
+        vision = named.kind == "vision"
+        model = load_model(named.path, "float32", named.trust_remote_code, vision, empty=True, adapted=True)
         critic = config.trainer.critic
         others = config.trainer.kl.model or (critic and critic.model)
         depths = None if others else find_depths(model)
@@ -132,7 +135,7 @@ def _empty_policy(
     dtype = model.dtype if reference or settings is not None else "float32"
     path = (config.trainer.kl.model if reference else None) or model.path
     vision = model.kind == "vision"
-    causal_lm = load_model(path, dtype, model.trust_remote_code, vision, empty=True)
+    causal_lm = load_model(path, dtype, model.trust_remote_code, vision, empty=True, adapted=settings is not None)
     tower = VisionTower(causal_lm, image_settings_of(model), model.freeze_vision) if vision else None
     adapter = None if settings is None else adapt(causal_lm, settings, "", config.run.seed)
     # It tries nothing on a model without weights.
@@ -240,6 +243,9 @@ def _measure(
     states, away = _states(updates, on_gpu)
     ledger.leave_out(away)
     parameters, optimizer = (_bytes(tensors) for tensors in ([*weights, *buffers], states))
+    small = _weights_in_4_bits(config, step.policy)
+    in_4_bits = sum(weight.numel() for weight in small)
+    parameters += bytes_in_4_bits(in_4_bits) - _bytes(small)
     batch = make_batch(config, step.ranks.layout)
     if (replay := step.policy.router_replay) is not None:
         shape = (*batch[0].tokens.shape, replay.layers, replay.k)
@@ -293,7 +299,17 @@ def _measure(
         waits=sorted(watch.waits),
         step_waits=sorted((shapes.waits | watch.between) - watch.waits),
         main_memory=_bytes(away),
+        in_4_bits=in_4_bits,
     )
+
+
+def _weights_in_4_bits(config: TidemillConfig, policy: Policy) -> list[Tensor]:
+    """Return the weights that would have 4 bits if they had data: those of all frozen layers but the output layer."""
+    if not check_quantised(config.model.path, adapted=config.trainer.lora is not None):
+        return []
+    model = policy.causal_lm
+    layers = [m for m in model.modules() if isinstance(m, nn.Linear) and m is not model.get_output_embeddings()]
+    return [local_part(layer.weight) for layer in layers if not layer.weight.requires_grad]
 
 
 def _states(updates: list[GradientUpdate], on_gpu: bool) -> tuple[list[Tensor], list[Tensor]]:

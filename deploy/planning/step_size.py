@@ -56,7 +56,7 @@ class StepSize:
     whatever else is in memory at the peak. tokens: of a micro-batch, of which a step has ``micro_batches``. flops: of
     one rank. operators: FLOPs, bytes read and written, and how often operators with these are called. waits: functions
     in which the host waits for the device in each micro-batch; step_waits: once a step. main_memory: bytes of the
-    optimizer's state that are there, and not on the card.
+    optimizer's state that are there, and not on the card. in_4_bits: of the model's parameters, a number.
     """
 
     model_parameters: int
@@ -73,6 +73,7 @@ class StepSize:
     waits: list[str]
     step_waits: list[str]
     main_memory: int = 0
+    in_4_bits: int = 0
 
 
 def find_depths(empty: PreTrainedModel) -> tuple[int, int, int] | None:

@@ -27,6 +27,10 @@ def adapted_layers(path: Path, new: Shapes, model: Shapes, rank: int) -> list[st
         weight = model.get(f"{layer}.weight", ())
         if len(weight) != 2:
             raise DataError(f"the adapter {path} doesn't fit this model, which has no linear layer {layer}")
+        if weight[1] == 1 and shapes.keys() == {"A", "B"}:
+            # In 4 bits, a byte has two elements, and only their number is left of the shape.
+            sizes = shapes["B"][0], shapes["A"][1]
+            weight = sizes if sizes[0] * sizes[1] == 2 * weight[0] else weight
         wanted = {"A": (rank, weight[1]), "B": (weight[0], rank)}
         for part, shape in wanted.items():
             if shapes.get(part) != shape:

@@ -1,10 +1,10 @@
-"""Which weights of a model transformers keeps in float32 though the rest is stored and computed in 16 bits."""
+"""Which weights of a model are in another type than the rest: in float32 where it has 16 bits, or in 4 bits."""
 
 import re
 from collections.abc import Callable
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 
@@ -24,6 +24,25 @@ def dtype_rule(model: PreTrainedModel, dtype: torch.dtype) -> Callable[[str], to
         return buffers.get(name, torch.float32 if kept.search(name) else dtype)
 
     return rule
+
+
+def is_quantised(weight: Tensor) -> bool:
+    """Return whether a weight has 4 bits of bitsandbytes: uint8 [elements / 2, 1], with its scales beside it."""
+    return getattr(weight, "quant_state", None) is not None
+
+
+def dequantise(weight: Tensor) -> Tensor:
+    """Return a weight in 4 bits as it is computed with, in the shape of its layer; another one as it is."""
+    if not is_quantised(weight):
+        return weight
+    from bitsandbytes.functional import dequantize_4bit
+
+    return dequantize_4bit(weight.data, weight.quant_state)  # type: ignore[attr-defined]
+
+
+def layer_shape(weight: Tensor) -> tuple[int, ...]:
+    """Return the shape of a weight, also of one in 4 bits."""
+    return tuple(weight.quant_state.shape if is_quantised(weight) else weight.shape)  # type: ignore[attr-defined]
 
 
 def in_full_precision(model: nn.Module) -> list[nn.Module]:

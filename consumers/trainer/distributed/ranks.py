@@ -14,7 +14,7 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Self, TypeVar
 
 import structlog
@@ -34,7 +34,7 @@ from consumers.trainer.distributed.initial_weights import InitialWeights
 from consumers.trainer.distributed.layout import Layout
 from consumers.trainer.distributed.network import choose_interface
 from consumers.trainer.distributed.parts import ParallelModule, Part
-from consumers.trainer.distributed.precision import in_full_precision
+from consumers.trainer.distributed.precision import in_full_precision, is_quantised
 from consumers.trainer.distributed.tensor_parallel import cut_layers
 from consumers.trainer.distributed.watchdog import RankWatchdog
 from schemas.config import ParallelConfig, TrainerConfig
@@ -211,6 +211,8 @@ class Ranks:
         mesh = self._sharding_mesh
         precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
         exact = set(in_full_precision(model)) if dtype != torch.float32 else set()
+        # Weights in 4 bits, which are on the device, are read by their own kernels.
+        share = partial(fully_shard, mesh=mesh, ignored_params={p for p in model.parameters() if is_quantised(p)})
         layers = {name for module in model.modules() for name in getattr(module, "_no_split_modules", None) or ()}
         for module in model.modules():
             if module is not model and type(module).__name__ in layers:
@@ -218,11 +220,11 @@ class Ranks:
                     weights.fill(module, self.accelerator.device)
                 for inner in (each for each in module.modules() if each in exact):
                     in_full = MixedPrecisionPolicy(cast_forward_inputs=False)
-                    fully_shard(inner, mesh=mesh, mp_policy=in_full, reshard_after_forward=reshard)
-                fully_shard(module, mesh=mesh, mp_policy=precision, reshard_after_forward=reshard)
+                    share(inner, mp_policy=in_full, reshard_after_forward=reshard)
+                share(module, mp_policy=precision, reshard_after_forward=reshard)
         if weights is not None:
             weights.fill(model, self.accelerator.device)
-        fully_shard(model, mesh=mesh, mp_policy=precision)
+        share(model, mp_policy=precision)
         return model
 
     def _take_weights(self, model: nn.Module, kept: torch.dtype | None) -> InitialWeights:

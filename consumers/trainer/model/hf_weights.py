@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from consumers.trainer.distributed.precision import dtype_rule
+from consumers.trainer.distributed.precision import dequantise, dtype_rule, is_quantised, layer_shape
 from consumers.trainer.distributed.ranks import Ranks
 from consumers.trainer.fragments.actor_critic import Actor
 from consumers.trainer.model.file_layout import (
@@ -116,7 +116,7 @@ def save_weights(
     change: what becomes of a tensor of this name.
     """
     rule, named = dtype_rule(model, DTYPES[dtype]), dict(weights)
-    shapes = {name: tuple(tensor.shape) for name, tensor in named.items()}
+    shapes = {name: layer_shape(tensor) for name, tensor in named.items()}
     layout = FileLayout(conversions(model, shapes), {name: rule(name) for name in shapes})
     rank = 0 if ranks is None else ranks.rank
     together = ranks if ranks is not None and ranks.world > 1 else None
@@ -133,7 +133,7 @@ def save_weights(
         file = SharedFile(path, mark if together is None else together.broadcast_text(mark), together, channel)
         # A rank that cannot write gathers on, for the others wait for it. What is sent waits for all that is gathered.
         later: list[Piece] = []
-        for piece in part.pieces(lambda name: change(name, named[name]), file):
+        for piece in part.pieces(lambda name: change(name, dequantise(named[name])), file):
             later.append(piece)
             if not (file.blind and rank):
                 problem, head = problem or _try_to_write(file, later, head), b""
@@ -197,13 +197,16 @@ def wire_weights(policy: Policy) -> Iterator[tuple[str, Tensor]]:
 def named_weights(policy: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield parameters and saved buffers by Hugging Face name, without adapters; tied ones once.
 
-    Of integers there are only a language model's buffers, such as DeepSeek V4's table of each token's experts.
+    Of integers there are only a language model's buffers, such as DeepSeek V4's table of each token's experts, and
+    weights in 4 bits.
     """
     saved = policy.state_dict().keys()
     integers = {name for name, _ in policy.named_buffers() if name.startswith(_PREFIX)}
     for name, tensor in [*policy.named_parameters(), *policy.named_buffers()]:
-        if name in saved and (tensor.is_floating_point() or name in integers) and not _ADAPTER.fullmatch(name):
-            yield name.removeprefix(_PREFIX).replace(_UNDER, "."), tensor.detach()
+        counts = tensor.is_floating_point() or name in integers or is_quantised(tensor)
+        if name in saved and counts and not _ADAPTER.fullmatch(name):
+            # What is detached has no scales.
+            yield name.removeprefix(_PREFIX).replace(_UNDER, "."), tensor if is_quantised(tensor) else tensor.detach()
 
 
 def _merge(policy: Policy) -> Callable[[str, Tensor], Tensor]:

@@ -38,7 +38,7 @@ def make_policy(config: TidemillConfig, empty: bool = False, stored: bool = Fals
     model, settings = config.model, config.trainer.lora
     if settings is None:
         return load_policy(config, model.path, _stored_type(model.path) if stored and not empty else "float32", empty)
-    policy = load_policy(config, model.path, model.dtype, empty)
+    policy = load_policy(config, model.path, model.dtype, empty, adapted=True)
     policy.adapter = adapt(policy.causal_lm, settings, _base(model.path), config.run.seed)
     if settings.start is not None and not empty:
         load_adapter(policy.causal_lm, policy.adapter, settings.start)
@@ -54,11 +54,14 @@ def _stored_type(path: str) -> str:
     return {"BF16": "bfloat16", "F16": "float16"}.get(types.pop(), "float32") if len(types) == 1 else "float32"
 
 
-def load_policy(config: TidemillConfig, path: str, dtype: str, empty: bool = False) -> Policy:
-    """Load a policy of the run's kind, without an adapter, of the model at ``path``; ConfigError if that fails."""
+def load_policy(config: TidemillConfig, path: str, dtype: str, empty: bool = False, adapted: bool = False) -> Policy:
+    """Load a policy of the run's kind, without an adapter, of the model at ``path``; ConfigError if that fails.
+
+    adapted: as in ``load_model``.
+    """
     model = config.model
     vision, max_length = model.kind == "vision", model.max_length
-    causal_lm = load_model(path, dtype, model.trust_remote_code, vision, empty, max_length)
+    causal_lm = load_model(path, dtype, model.trust_remote_code, vision, empty, max_length, adapted)
     tower = VisionTower(causal_lm, image_settings_of(model), model.freeze_vision) if vision else None
     output_tokens = find_tokens(model.path, model.output_tokens)
     return Policy(causal_lm, vision=tower, max_length=max_length, output_tokens=output_tokens, exact=config.exact)

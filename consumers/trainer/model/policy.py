@@ -30,7 +30,7 @@ from consumers.trainer.model.vision import VisionTower
 from schemas.arithmetic.products import TILE, fill, use_fixed_products
 from schemas.errors import ConfigError
 from schemas.messages import Adapter
-from schemas.model_folder import resolve_folder
+from schemas.model_folder import check_quantised, resolve_folder
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -125,7 +125,9 @@ class Policy(ParallelModule):
         embeddings, head = self.causal_lm.get_input_embeddings(), self.causal_lm.get_output_embeddings()
         weights = [cast(Tensor, module.weight) for module in (embeddings, head) if module is not None]
         apart = {id(weight): weight.numel() for weight in weights}
-        body = sum(p.numel() for p in self.causal_lm.parameters() if p.ndim >= 2 and id(p) not in apart)
+        weights = [p for p in self.causal_lm.parameters() if p.ndim >= 2 and id(p) not in apart]
+        # A byte has two weights of 4 bits.
+        body = sum(p.numel() if p.is_floating_point() else 2 * p.numel() for p in weights)
         return Cost(
             token=2.0 * body,
             square=2.0 * config.num_hidden_layers * config.hidden_size,
@@ -231,17 +233,22 @@ def load_model(
     vision: bool = False,
     empty: bool = False,
     max_length: int | None = None,
+    adapted: bool = False,
 ) -> PreTrainedModel:
     """Load a causal language model for training, in ``dtype`` and without dropout, from a folder or hub id.
 
     vision: one that reads images, too. empty: without weights, for a rank that gets them from another. max_length: most
-    tokens of a row, by default as many as the model has positions. ConfigError says what is wrong.
+    tokens of a row, by default as many as the model has positions. adapted: only an adapter of it is trained, so its
+    weights may be quantised. ConfigError says what is wrong.
     """
+    quantised = check_quantised(path, adapted=adapted)
     kind = AutoModelForImageTextToText if vision else AutoModelForCausalLM
     try:
         model = read_model(kind, path, DTYPES[dtype], trust_remote_code, empty)
     except (OSError, ValueError) as error:
         raise ConfigError(f"model.path {str(path)!r} cannot be loaded: {str(error).splitlines()[0]}") from error
+    if quantised and not empty:
+        _forget_quantisation(model)
     fix_rotary_frequencies(model, str(path), max_length)
     train_without_noise(model, str(path))
     check_causal(model, str(path))
@@ -268,6 +275,19 @@ def read_model(
     # Each tied weight was made by itself.
     model.tie_weights()
     return model
+
+
+def _forget_quantisation(model: Any) -> None:
+    """Have a loaded model saved as one whose weights are dequantised: for those in 4 bits transformers needs all."""
+    from transformers.integrations.bitsandbytes import Bnb4bitDeserialize
+
+    model.hf_quantizer = None
+    del model.config.quantization_config
+    model._weight_conversions = [
+        each
+        for each in model._weight_conversions or ()
+        if not any(isinstance(step, Bnb4bitDeserialize) for step in getattr(each, "operations", ()))
+    ]
 
 
 def _score_logits(

@@ -26,6 +26,8 @@ from consumers.trainer.step.optimizers import build_optimizer
 from consumers.trainer.step.prepare import Preparation
 from consumers.trainer.step.train_step import Observer, TrainStep
 from schemas.config import TidemillConfig
+from schemas.errors import ConfigError
+from schemas.model_folder import check_quantised
 
 
 def build_learner(config: TidemillConfig, ranks: Ranks) -> Learner:
@@ -172,6 +174,11 @@ def _before_sharding(model: Policy | Critic, config: TidemillConfig, ranks: Rank
 def _check_models(config: TidemillConfig, ranks: Ranks) -> None:
     """Refuse, before anything is loaded, models that the ranks cannot share as trainer.parallel says."""
     trainer, model = config.trainer, config.model
+    if check_quantised(model.path, adapted=trainer.lora is not None) and ranks.world > 1:
+        raise ConfigError(
+            f"model.path {model.path}: its weights are quantised, and {ranks.world} ranks can't share such a model: set"
+            " their number to 1, or give a model with weights of 16 or 32 bits"
+        )
     paths = {model.path: None}
     if trainer.critic is not None:
         paths[trainer.critic.model or model.path] = None
