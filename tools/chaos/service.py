@@ -100,7 +100,7 @@ def _watch_ends(evidence: EvidenceWriter) -> None:
     """Every way in which a group ends without being trained goes through these scripts."""
 
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
-        def script(self: Connection, name: str, *args: Any) -> Any:
+        def script(self: Connection, name: str, *args: Any, **options: Any) -> Any:
             if name == "close_group":
                 end = {"t": int(args[0]), "how": args[1], "reason": args[2]}
             elif name == "fail_task" and args[2] != "":
@@ -108,9 +108,9 @@ def _watch_ends(evidence: EvidenceWriter) -> None:
             elif name == "fail_sample":
                 end = {"t": int(args[0]), "s": int(args[1]), "how": "failed", "reason": "not generated"}
             else:
-                return original(self, name, *args)
+                return original(self, name, *args, **options)
             evidence.write("end?", **end)
-            answer = original(self, name, *args)
+            answer = original(self, name, *args, **options)
             evidence.write("end", **end, a=answer.decode())
             return answer
 
