@@ -1,7 +1,8 @@
 """The shell of engines that replace weights under requests in flight: vLLM in a child process, and inference servers.
 
-The shell holds new requests back while weights change, so that none is prepared for weights that are about to go. If an
-update breaks off, the weights are undefined: the engine has failed, and nothing is sampled from it again.
+The shell holds new requests back while weights change, so that none is prepared for weights that are about to go. What
+the core has not begun by then is made again, since it would find the cache of the old weights. If an update breaks off,
+the weights are undefined: the engine has failed, and nothing is sampled from it again.
 """
 
 import asyncio
@@ -28,6 +29,9 @@ Core = TypeVar("Core")
 Images = TypeVar("Images")
 
 _ABORT_DEADLINE_S = 30.0
+_ABORT_EVERY_S = 0.05
+_ABORTS = 5
+"""How often an update asks for the end of requests that have not begun; some may be on their way to the core."""
 
 
 class RequestGate:
@@ -115,7 +119,7 @@ class GatedEngine(ABC, Generic[Core, Images]):
 
     @abstractmethod
     async def submit(self, call: SampleCall[Images]) -> list[Completion]:
-        """Sample the completions. Requests are prepared before the first wait: an update must know of each of them."""
+        """Sample the completions. Requests are made before the first wait: an update must know of each of them."""
 
     @abstractmethod
     async def probe(self, ids: list[int], images: Images) -> npt.NDArray[np.float32]:
@@ -124,6 +128,10 @@ class GatedEngine(ABC, Generic[Core, Images]):
     @abstractmethod
     def sampled_tokens(self) -> int:
         """Count the tokens sampled so far by requests in flight."""
+
+    @abstractmethod
+    def unbegun(self) -> list[str]:
+        """Return the names of requests of which no token has come back."""
 
     @abstractmethod
     async def pause_core(self, clear_cache: bool) -> None:
@@ -168,21 +176,31 @@ class GatedEngine(ABC, Generic[Core, Images]):
         """See Engine; ``prefix`` counts towards ``sampling.max_tokens``."""
         max_tokens = max_new_tokens(len(prompt_ids), len(prefix), sampling, self._settings.max_length)
         if max_tokens == 0:
-            return [_nothing("length") for _ in range(n)]
+            return [nothing("length") for _ in range(n)]
         ids = [*prompt_ids, *prefix]
         rejections = self._gate.rejections
         prepared = await self.prepare(ids, images)
         if not await self._gate.wait_open(rejections):
-            return [_nothing("abort") for _ in range(n)]
+            return [nothing("abort") for _ in range(n)]
         return await self.submit(SampleCall(ids, prepared, sampling, max_tokens, n, progress))
 
     async def _gather(
         self, sample: Callable[[int], Awaitable[Completion]], call: SampleCall[Images]
     ) -> list[Completion]:
-        """Run ``sample`` for each index and report each that ends; if one fails, the others are cancelled."""
+        """Run ``sample`` for each index and report each that ends; if one fails, the others are cancelled.
+
+        It is run again if an update ended its request before there was a token.
+        """
+        rejections = self._gate.rejections
 
         async def run(index: int) -> Completion:
-            completion = await sample(index)
+            while True:
+                loads = self._loads
+                completion = await sample(index)
+                if completion.tokens or completion.finish != "abort":
+                    break
+                if not await self._gate.wait_open(rejections) or self._loads == loads:
+                    break
             if call.progress is not None and completion.finish != "abort":
                 call.progress(index, completion)
             return completion
@@ -230,6 +248,8 @@ class GatedEngine(ABC, Generic[Core, Images]):
         swapped = False
         try:
             await self.pause_core(self._settings.recompute)
+            if not self._settings.recompute:
+                await self._end_unbegun()
             await self.replace_weights(path, version)
             self.version = version
             self._loads += 1
@@ -238,6 +258,15 @@ class GatedEngine(ABC, Generic[Core, Images]):
             # Also when cancelled: the model may be half old, half new, and must not sample again.
             if not swapped:
                 self._fail(f"loading weight version {version} broke off, its weights are undefined: restart it")
+
+    async def _end_unbegun(self) -> None:
+        """End the requests that have not begun, in a paused core whose cache of prompts is not cleared."""
+        for _ in range(_ABORTS):
+            tasks = {name: self._requests[name] for name in self.unbegun() if not self._requests[name].done()}
+            if not tasks:
+                return
+            await self.abort(list(tasks))
+            await asyncio.wait(tasks.values(), timeout=_ABORT_EVERY_S)
 
     async def pause(self) -> None:
         """See Engine; ``generate`` and ``logprobs`` wait until ``resume``."""
@@ -267,7 +296,7 @@ class GatedEngine(ABC, Generic[Core, Images]):
                 # Repeated: the core may not know a request yet that is on its way.
                 while tasks:
                     await self.abort(list(tasks))
-                    await asyncio.wait(tasks.values(), timeout=0.05)
+                    await asyncio.wait(tasks.values(), timeout=_ABORT_EVERY_S)
                     tasks = {name: task for name, task in tasks.items() if not task.done()}
         except TimeoutError as error:
             raise InfraError(
@@ -299,5 +328,6 @@ class GatedEngine(ABC, Generic[Core, Images]):
             task.cancel()
 
 
-def _nothing(finish: FinishReason) -> Completion:
+def nothing(finish: FinishReason) -> Completion:
+    """Return a completion without a token."""
     return Completion([], np.zeros(0, np.float32), [], finish)

@@ -17,7 +17,7 @@ import numpy.typing as npt
 import structlog
 
 from producers.engines.base import Ability, Completion, EngineSettings, KvCacheUsage, PromptImage
-from producers.engines.gated import GatedEngine, SampleCall
+from producers.engines.gated import GatedEngine, SampleCall, nothing
 from producers.engines.http.client import Body, Refused, ServerClient, read_key
 from producers.engines.http.dialect import Dialect, read_config
 from producers.engines.http.openai import OpenAiEngine
@@ -160,13 +160,27 @@ class HttpEngine(GatedEngine[ServerClient, None]):
         check_vocabulary(ids, self._vocabulary)
 
     async def submit(self, call: SampleCall[None]) -> list[Completion]:
-        names = [self._open(call, k) for k in range(call.n)]
+        opened = {k: self._open(call, k) for k in range(call.n)}
+
+        async def sample(index: int) -> Completion:
+            name = opened.get(index) or self._open(call, index)
+            opened[index] = name
+            completion = await self._sample(name)
+            self._close(opened.pop(index))
+            return completion
+
         try:
-            return await self._gather(lambda k: self._sample(names[k]), call)
+            return await self._gather(sample, call)
         finally:
-            for name in names:
-                del self._samples[name]
-                self._requests.pop(name).cancel()
+            for name in opened.values():
+                self._close(name)
+
+    def _close(self, name: str) -> None:
+        del self._samples[name]
+        self._requests.pop(name).cancel()
+
+    def unbegun(self) -> list[str]:
+        return [name for name, sample in self._samples.items() if not sample.tokens]
 
     def _open(self, call: SampleCall[None], index: int) -> str:
         """Start the request for a sample and return its name."""
@@ -191,7 +205,9 @@ class HttpEngine(GatedEngine[ServerClient, None]):
         sample = self._samples[name]
         completion = sample.completion()
         self._check_versions(completion, sample.loads)
-        return completion
+        late = completion.spans and completion.spans[0].version != sample.version
+        # SGLang forgets to end a request that was between two of its batches.
+        return nothing("abort") if late and not self._settings.recompute else completion
 
     async def _stream(
         self, client: ServerClient, sample: GrowingSample, body: Body, report: Callable[[], None]

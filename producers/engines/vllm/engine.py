@@ -72,6 +72,15 @@ class VllmEngine(GatedEngine["AsyncLLM", "CutImages | None"]):
         states = list(self._alive().output_processor.request_states.values())
         return sum(state.detokenizer.num_output_tokens() for state in states if state.detokenizer is not None)
 
+    def unbegun(self) -> list[str]:
+        processor = self._alive().output_processor
+
+        def begun(name: str) -> bool:
+            states = [processor.request_states.get(id) for id in processor.external_req_ids.get(name, ())]
+            return any(each.detokenizer.num_output_tokens() for each in states if each and each.detokenizer)
+
+        return [name for name in self._requests if not begun(name)]
+
     def cache_usage(self) -> KvCacheUsage | None:
         """See Engine; from what vLLM records of every step in this process.
 
@@ -109,10 +118,9 @@ class VllmEngine(GatedEngine["AsyncLLM", "CutImages | None"]):
     async def submit(self, call: SampleCall[CutImages | None]) -> list[Completion]:
         # vLLM itself would also make one request for each of n samples, but would not report each by itself.
         shared = len(call.ids) // self._alive().vllm_config.cache_config.block_size
-        prompt = self._prompt(call.ids, call.images)
         self._shared += shared
         try:
-            return await self._gather(lambda k: self._sample(prompt, call, k), call)
+            return await self._gather(lambda k: self._sample(call, k), call)
         finally:
             self._shared -= shared
 
@@ -120,8 +128,8 @@ class VllmEngine(GatedEngine["AsyncLLM", "CutImages | None"]):
         # vLLM caches what the vision tower made of an image by its name, which must not outlive the tower's weights.
         return prompt_input(ids, images, "" if self._settings.frozen_vision else f"-{self._loads}")
 
-    async def _sample(self, prompt: EngineInput, call: SampleCall[CutImages | None], index: int) -> Completion:
-        progress = call.progress
+    async def _sample(self, call: SampleCall[CutImages | None], index: int) -> Completion:
+        prompt, progress = self._prompt(call.ids, call.images), call.progress
         every = self._settings.report_every if progress is not None else None
         params = sampling_params(call.sampling, index, call.max_tokens, every, self._settings.output_tokens)
         growing = GrowingCompletion()

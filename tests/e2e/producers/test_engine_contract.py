@@ -282,9 +282,26 @@ async def test_a_request_that_came_while_weights_changed_uses_nothing_of_the_old
     await subject.load(7)
     await subject.engine.resume()
     (completion,) = await waiting
-    completion = completion
     assert [span.version for span in completion.spans] == [subject.engine.version]
     subject.assert_sampled(SHARED, completion)
+
+
+async def test_a_request_that_the_engine_has_not_begun_uses_nothing_of_the_old_weights(subject: Subject) -> None:
+    """More samples of a prompt than the engine computes at once; its keys and values are cached when the others begin.
+
+    A sample that has no token yet is not ended by an update: nobody must go on from it.
+    """
+    await subject.load(0)
+    old = subject.engine.version
+    sampling = asyncio.create_task(subject.engine.generate(SHARED, Sampling(max_tokens=150), n=96))
+    await subject.under_way()
+    await subject.load(7)
+    completions = await sampling
+    assert {completion.finish for completion in completions} <= {"length", "stop"}
+    late = [completion for completion in completions if completion.spans[0].version == old + 1]
+    assert len(late) >= 96 - 64 or subject.kind in ("scripted", "transformers"), "these begin all of them at once"
+    for completion in late:
+        subject.assert_sampled(SHARED, completion)
 
 
 async def test_after_recompute_tokens_are_as_if_the_new_weights_had_read_all_before_them(
