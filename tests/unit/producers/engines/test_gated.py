@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from producers.engines.base import EngineSettings, PromptImage
-from producers.engines.gated import RequestGate
+from producers.engines.base import Completion, EngineSettings, PromptImage
+from producers.engines.gated import RequestGate, SampleCall, nothing
 from producers.engines.vllm import engine as vllm_module
 from producers.engines.vllm.engine import VllmEngine
 from schemas.messages import Sampling
@@ -53,8 +53,9 @@ async def test_images_are_cut_before_the_gate_so_that_no_request_is_prepared_for
         salts.append(salt)
         return ids
 
-    async def sample(*_: Any) -> str:
-        return "sampled"
+    async def sample(call: SampleCall[Any], index: int) -> Completion:
+        engine._prompt(call.ids, call.images)
+        return nothing("length")
 
     monkeypatch.setattr(vllm_module, "cut_images", cut_images)
     monkeypatch.setattr(vllm_module, "prompt_input", prompt_input)
@@ -79,6 +80,6 @@ async def test_images_are_cut_before_the_gate_so_that_no_request_is_prepared_for
 
     found = await scenario()
     if then == "weights change":
-        assert (found, salts) == (["sampled"], ["-1"])
+        assert ([one.finish for one in found], salts) == (["length"], ["-1"])
     else:
         assert ([one.finish for one in found], salts) == (["abort"], [])
