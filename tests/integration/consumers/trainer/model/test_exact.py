@@ -101,10 +101,10 @@ async def test_the_probe_of_the_trainer_is_that_of_the_engine(model: Path) -> No
 
 
 @pytest.mark.matrix("1,000 tokens are in the test above, and its figure is from the benchmark")
-async def test_the_gap_is_0_on_100000_tokens(model: Path) -> None:
+async def test_the_gap_is_0_on_30000_tokens(model: Path) -> None:
     policy = Policy(load_model(model, "float32"), max_length=LENGTH, exact=True)
     seen = 0
-    while seen < 100_000:
+    while seen < 30_000:
         prompts = random_prompts(64, 100)
         samples = await sample(model, prompts, 8, 400)
         tokens, mask, lengths, wanted, temperatures = rows_of(prompts, samples)
