@@ -289,7 +289,7 @@ async def test_a_request_that_came_while_weights_changed_uses_nothing_of_the_old
 async def test_a_request_that_the_engine_has_not_begun_uses_nothing_of_the_old_weights(subject: Subject) -> None:
     """More samples of a prompt than the engine computes at once; its keys and values are cached when the others begin.
 
-    A sample that has no token yet is not ended by an update: nobody must go on from it.
+    An update ends no sample that has no token yet: no caller has to continue it.
     """
     await subject.load(0)
     old = subject.engine.version
