@@ -181,6 +181,7 @@ def _check_models(config: TidemillConfig, ranks: Ranks) -> None:
         )
     paths = {model.path: None}
     if trainer.critic is not None:
+        check_quantised(trainer.critic.model or model.path, "trainer.critic.model")
         paths[trainer.critic.model or model.path] = None
     if trainer.has_second_model and trainer.kl.device != "cpu":
         paths[trainer.kl.model or model.path] = None

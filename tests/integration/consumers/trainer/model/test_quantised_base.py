@@ -146,6 +146,9 @@ def test_what_cannot_be_trained_is_rejected_before_it_is_loaded(model: Path, tmp
     for use in (check_models, build_train_step):
         with pytest.raises(ConfigError, match=r"nf4.*quantised \(bitsandbytes, 4 bits\), must have 16 or 32 bits, or"):
             use(whole)
+    critic = configuration(tmp_path, model, critic={}, advantage={"name": "gae"})
+    with pytest.raises(ConfigError, match=r"trainer\.critic\.model .*nf4.*quantised \(bitsandbytes, 4 bits\)"):
+        build_train_step(critic)
     other = tmp_path / "gptq"
     other.mkdir()
     for file in model.iterdir():
