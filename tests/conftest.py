@@ -38,19 +38,7 @@ hypothesis.settings.register_profile("tidemill", deadline=None)
 hypothesis.settings.load_profile("tidemill")
 _runs = itertools.count()
 _BEGAN = pytest.StashKey[float]()
-KINDS = ("integration", "e2e")
-"""Folders whose tests have a marker of the same name, unless a test or a parameter names the other one."""
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark tests by their folder. UsageError if one of a matrix does not say why `make test` may leave it out."""
-    for item in items:
-        kind = item.path.relative_to(Path(__file__).parent).parts[0]
-        if kind in KINDS and not any(item.get_closest_marker(name) for name in KINDS):
-            item.add_marker(kind)
-        if any(not mark.args for mark in item.iter_markers("matrix")):
-            raise pytest.UsageError(f"{item.nodeid}: pytest.mark.matrix needs a reason, what covers it in make test")
+pytest_plugins = ["tests.support.selection"]
 
 
 @pytest.hookimpl(tryfirst=True)

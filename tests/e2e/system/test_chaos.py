@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.matrix("three minutes of faults; the integration tests break each hop by itself")
+pytestmark = pytest.mark.matrix("three minutes of faults; the integration tests break each hop by itself", first=True)
 
 MINUTES = float(os.environ.get("CHAOS_MINUTES", "3"))
 REST_S = 400
