@@ -37,7 +37,8 @@ class WatchedPage:
 
     def __init__(self, browser: Browser, url: str, token: str | None = None, **options: Any) -> None:
         sent = {"extra_http_headers": {"Authorization": f"Bearer {token}"}} if token else {}
-        self.context = browser.new_context(**{"viewport": DESKTOP, **sent, **options})
+        # Without a GPU, what moves all the time is drawn by a processor, which others need.
+        self.context = browser.new_context(**{"viewport": DESKTOP, "reduced_motion": "reduce", **sent, **options})
         self.page: Page = self.context.new_page()
         self.page.set_default_timeout(PATIENCE_MS)
         self.url = url
