@@ -21,7 +21,8 @@ from deploy.run.up import run_up
 from deploy.supervisor.process import Process, Processes
 from deploy.supervisor.services import Scaler
 from deploy.supervisor.silent_holders import SILENT_S, SilentHolders
-from schemas.config import TidemillConfig
+from schemas.config import TidemillConfig, by_pool
+from schemas.control_api.orders import scaled_role
 from schemas.control_api.status import RunStatus, ServiceStatus
 from schemas.errors import ConfigError, TidemillError
 from schemas.messages.telemetry import ASLEEP
@@ -37,40 +38,55 @@ LOADS = 100_000
 
 
 class Balance:
-    """The number of generators, on all machines, that follows the plan of what the run measures (``balance``)."""
+    """The generators of each pool, on all machines, whose number follows the plan of what the run measures."""
 
     def __init__(self, config: TidemillConfig, every_s: float, now: float) -> None:
-        self._config, self._every_s, self._due, self._since, self._running = config, every_s, now + every_s, 0, 0
-        self._loads: deque[float] = deque(maxlen=LOADS)
+        self._config, self._every_s, self._due, self._since = config, every_s, now + every_s, 0
+        self._running: Mapping[str, int] = {}
+        self._loads: dict[str, deque[float]] = {}
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="balance")
         self._planning: Future[None] | None = None
 
-    def tick(self, now: float, running: int, step: int, services: Sequence[ServiceStatus]) -> None:
-        """Plan and order in a thread when it is due. now: monotonic seconds. running: generators that are ordered."""
+    def tick(self, now: float, replicas: Mapping[str, int], step: int, services: Sequence[ServiceStatus]) -> None:
+        """Plan and order in a thread when it is due. now: monotonic seconds. replicas: that are ordered, by kind."""
+        kinds = {name: scaled_role("generator", name) for name in by_pool(self._config)}
+        running = {name: replicas[kind] for name, kind in kinds.items() if kind in replicas}
         if running != self._running:
             # What was measured with another number says nothing about this one.
             self._since, self._running = step + 1 if self._running else 0, running
             self._loads.clear()
-        awake = (one for one in services if one.role == "generator" and one.live and one.state != ASLEEP)
-        self._loads += [one.load for one in awake if one.load is not None]
+        for one in services:
+            if one.role == "generator" and one.live and one.state != ASLEEP and one.load is not None:
+                self._loads.setdefault(one.pool, deque(maxlen=LOADS)).append(one.load)
         if self._planning is None and now >= self._due:
             self._due = now + self._every_s
-            load = fmean(self._loads) if self._loads else 1.0
-            self._planning = self._threads.submit(self._plan, running, self._since, services, load)
+            loads = {name: fmean(loads) for name, loads in self._loads.items()}
+            self._planning = self._threads.submit(self._plan, running, self._since, services, loads)
         elif self._planning is not None and self._planning.done():
             planning, self._planning = self._planning, None
             planning.result()
 
-    def _plan(self, running: int, since: int, services: Sequence[ServiceStatus], load: float) -> None:
-        elsewhere = sum(room for name, room in machines("generator", services).items() if name != "generator")
-        wanted = wanted_generators(self._config, running, since, elsewhere, load)
-        if wanted is None or wanted == running:
-            return
-        logger.info("generators follow the plan", before=running, now=wanted)
-        try:
-            order_replicas(Broker.connect(self._config).run_control, services, "generator", wanted, "balance")
-        except (TidemillError, redis.RedisError) as error:
-            logger.warning("generators cannot follow the plan", error=str(error))
+    def _plan(
+        self,
+        running: Mapping[str, int],
+        since: int,
+        services: Sequence[ServiceStatus],
+        loads: Mapping[str, float],
+    ) -> None:
+        kinds = {name: scaled_role("generator", name) for name in running}
+        elsewhere = {
+            name: sum(room for order, room in machines(kind, services).items() if order != kind)
+            for name, kind in kinds.items()
+        }
+        wanted = wanted_generators(self._config, running, since, elsewhere, loads) or {}
+        for name, count in wanted.items():
+            if count == running[name]:
+                continue
+            logger.info("generators follow the plan", kind=kinds[name], before=running[name], now=count)
+            try:
+                order_replicas(Broker.connect(self._config).run_control, services, kinds[name], count, "balance")
+            except (TidemillError, redis.RedisError) as error:
+                logger.warning("generators cannot follow the plan", kind=kinds[name], error=str(error))
 
 
 class Local(Processes):
@@ -130,9 +146,8 @@ class Local(Processes):
             logger.warning("killed: it was silent with GPUs that it shares", service=name, silent_s=SILENT_S)
             if (process := self._holders.get(name)) is not None:
                 process.kill()
-        ordered = None if status is None else status.scaling.replicas.get("generator")
-        if self._balance is not None and status is not None and status.state == "running" and ordered is not None:
-            self._balance.tick(time.monotonic(), ordered, status.step, status.services)
+        if self._balance is not None and status is not None and status.state == "running" and status.scaling.replicas:
+            self._balance.tick(time.monotonic(), status.scaling.replicas, status.step, status.services)
 
     def _gpus(self, role: str, name: str) -> list[str]:
         """Return names of the service's devices; ConfigError when this process sees too few."""

@@ -60,12 +60,13 @@ def of_run(
     since: int = 0,
     sharing: Mapping[str, int] = MappingProxyType({}),
     pools: Mapping[str, int] = MappingProxyType({}),
-    load: float = 1.0,
+    load: Mapping[str, float] = MappingProxyType({}),
 ) -> Known:
     """Replace the numbers that a run's metrics.jsonl has; ranks, generators: those it ran with from step ``since``.
 
     sharing: the generators among them that share GPUs with the trainer, and sleep while it has them, by pool. pools:
-    how many generators each pool had. load: share of generator.max_samples that each had in flight, if that is known.
+    how many generators each pool had. load: share of generator.max_samples that each of a pool had in flight, if that
+    is known; of the pool "" if there are none.
     """
     names = (*_READ, *(f"pool/{name}/tokens" for name in pools))
     steps = (line for line in StoredLines(file) if "time/total_s" in line and "train/tokens" in line)
@@ -89,10 +90,10 @@ def of_run(
     generated = sorted(line["perf/generated_tokens_per_s"] for line in lines if line.get("perf/generated_tokens_per_s"))
     if generated and generators:
         # They rest while slots are taken: nine tenths of the way up is nearer to what they can than the mean.
-        full = generated[int(0.9 * (len(generated) - 1))] if load == 1.0 else fmean(generated)
+        full = fmean(generated) if load else generated[int(0.9 * (len(generated) - 1))]
         share = fmean(line.get("perf/shared_gpu_share", 0.0) for line in lines)
         asleep = share * sum(sharing.values())
-        rates = sampling_at(rates, full / max(generators - asleep, 0.1), load)
+        rates = sampling_at(rates, full / max(generators - asleep, 0.1), load.get("", 1.0))
         waited = fmean(line.get("time/wait_s", 0.0) / line["time/total_s"] for line in lines)
         source["sampled"] = words + ("" if waited > 0.3 else "; the trainer was waited for, they can do more")
         tokens = {name: sum(line.get(f"pool/{name}/tokens", 0.0) for line in lines) for name in pools}
@@ -100,6 +101,7 @@ def of_run(
             name: sampling_at(
                 before.pools[name],
                 full * tokens[name] / sum(tokens.values()) / max(count - share * sharing.get(name, 0), 0.1),
+                load.get(name, 1.0),
             )
             for name, count in pools.items()
             if name in before.pools and count and tokens[name]
@@ -115,15 +117,15 @@ def figures(
     sampled: float | None = None,
     mean: float | None = None,
     since: int = 0,
-    generators: int | None = None,
+    running: Mapping[str, int] = MappingProxyType({}),
     computed: tuple[float, float | None] | None = None,
-    load: float = 1.0,
+    load: Mapping[str, float] = MappingProxyType({}),
 ) -> Known:
     """Collect what the plan is made from: what is given, measured by the run, computed or stated.
 
     computed: tokens a second of a GPU of the trainer, and of a full generator, None if that is not known.
-    since: the first step whose measurements count. generators: how many there were from that step on; by default, as
-    many as the run in the configuration's folder was started with. load: see of_run.
+    since: the first step whose measurements count. running: how many generators of each pool there were from that step
+    on; by default, as many as the run in the configuration's folder was started with. load: see of_run.
     """
     known = stated(config.sampling.max_tokens, config.generator.max_samples)
     of_pools = {name: replace(known.rates, most=of_pool(config, name).generator.max_samples) for name in config.pools}
@@ -133,8 +135,12 @@ def figures(
     except ConfigError:
         ran = config
     ran_with = {name: one.generator.replicas for name, one in by_pool(ran).items()}
-    generators = generators or max(1, sum(ran_with.values()))
-    pools, sharing = ran_with if ran.pools else {}, count_sharing(ran, generators)
+    running = running or ran_with
+    pools, sharing, generators = (
+        running if ran.pools else {},
+        count_sharing(ran, running),
+        max(1, sum(running.values())),
+    )
     known = of_run(config.folder / METRICS, known, ran.trainer.processes, generators, since, sharing, pools, load)
     rates, mix, source, of_pools = known.rates, known.mix, dict(known.source), dict(known.pools)
     trainer, generator = computed or (None, None)
@@ -155,17 +161,21 @@ def figures(
     return Known(rates, mix, source, of_pools)
 
 
-def count_sharing(config: TidemillConfig, most: int | None = None) -> Counter[str]:
-    """Return how many generators of each pool have GPUs of the trainer, by ``placement``; among the first ``most``."""
+def count_sharing(config: TidemillConfig, running: Mapping[str, int] = MappingProxyType({})) -> Counter[str]:
+    """Return how many generators of each pool have GPUs of the trainer, by ``placement``.
+
+    running: how many there are of each pool, the first ones; by default all that there are GPUs for.
+    """
     placement, found = config.placement, Counter[str]()
     if placement is None or placement.is_auto:
         return found
     own, free = set(parse_ranges(placement.trainer)), parse_ranges(placement.generator)
     for name, one in of_node(config, "").items():
         width = engine_width(one)
-        for _ in range(one.generator.replicas if name else len(free[: most and most * width]) // width):
+        count = one.generator.replicas if name else len(free) // width
+        for number in range(count):
             taken, free = free[:width], free[width:]
-            found[name] += not own.isdisjoint(taken)
+            found[name] += number < running.get(name, count) and not own.isdisjoint(taken)
     return found
 
 

@@ -1,13 +1,14 @@
 """The best layouts of so many GPUs: how many of them train, and how far the window looks ahead."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
+from types import MappingProxyType
 
 from deploy.planning.cluster import ClusterLayout, ClusterRates, LengthMix, PoolPart, engine_width
 from deploy.planning.run_rates import Known, count_sharing, figures
 from deploy.planning.simulation import Simulation, SimulationResult
-from schemas.config import PlacementConfig, TidemillConfig, of_pool
+from schemas.config import PlacementConfig, TidemillConfig, of_node, of_pool
 from schemas.config.deploy import count_gpus, parse_ranges
 from schemas.errors import ConfigError
 
@@ -99,7 +100,7 @@ def _with_pools(layout: ClusterLayout, pools: Sequence[PoolPart], gpus: int) -> 
     """
     found = set()
     speeds = (
-        lambda pool: pool.rates.sampled_tokens_per_s() / (pool.generator_gpus or 1),
+        _speed_of_gpu,
         lambda pool: pool.rates.sampled_tokens_per_s() / pool.rates.most,
     )
     for speed in speeds:
@@ -239,22 +240,60 @@ def _ranges(layout: ClusterLayout, names: Sequence[str]) -> str:
 
 
 def wanted_generators(
-    config: TidemillConfig, running: int, since: int, elsewhere: int = 0, load: float = 1.0
-) -> int | None:
-    """Return the fewest generators of a placement that give nearly its best throughput at what the run measures.
+    config: TidemillConfig,
+    running: Mapping[str, int],
+    since: int,
+    elsewhere: Mapping[str, int] = MappingProxyType({}),
+    load: Mapping[str, float] = MappingProxyType({}),
+) -> dict[str, int] | None:
+    """Return the fewest generators of each pool that give nearly the best throughput at what the run measures.
 
-    None while it has measured too little. running: generators now; since: the first step with so many. elsewhere: how
-    many more other machines have room for, which are given up first. load: share of its samples that each has had in
-    flight.
+    Those of the slowest pool are given up first, but never the last one of a pool, whose rate would be unknown. None
+    while too little is measured. running: generators of each pool now, of "" without pools; a pool without any is left
+    so. since: the first step with so many. elsewhere: how many more other machines have room for, which are given up
+    first. load: share of its samples that each generator of a pool has had in flight.
     """
-    placement, width = config.placement, engine_width(config)
-    known = figures(config, since=since, generators=running, load=load)
-    if placement is None or not known.source["sampled"].startswith("measured"):
+    placement = config.placement
+    known = figures(config, since=since, running=running, load=load)
+    running = {name: count for name, count in running.items() if count}
+    sources = [known.source[f"pool {name}" if name else "sampled"] for name in running]
+    if placement is None or not sources or not all(source.startswith("measured") for source in sources):
         return None
-    trainers, most = len(parse_ranges(placement.trainer)), len(placement.engines(width)) + elsewhere
-    layouts = [_layout(config, n, trainers, count_sharing(config, n)[""]) for n in range(1, most + 1)]
-    speeds = [_speed(simulate(layout, known.rates, known.mix, STEPS)) for layout in layouts]
-    return next(n for n, speed in enumerate(speeds, 1) if speed >= NEARLY * max(speeds))
+    most = (
+        {"": len(placement.engines(engine_width(config)))}
+        if not config.pools
+        else {name: one.generator.replicas for name, one in of_node(config, "").items()}
+    )
+    pools = [
+        PoolPart(
+            name,
+            most.get(name, 0) + elsewhere.get(name, 0),
+            known.pools.get(name, known.rates),
+            engine_width(of_pool(config, name)),
+        )
+        for name in running
+    ]
+    counts = dict.fromkeys(running, 1)
+    tried = [counts]
+    for pool in sorted(pools, key=_speed_of_gpu, reverse=True):
+        tried += [counts := {**counts, pool.name: count} for count in range(2, pool.generators + 1)]
+    alone = _layout(config, 0, len(parse_ranges(placement.trainer)), 0)
+
+    def speed(counts: Mapping[str, int]) -> float:
+        sharing = count_sharing(config, counts)
+        parts = [
+            replace(pool, generators=count, shared=shared)
+            for pool in pools
+            for shared, count in ((True, sharing[pool.name]), (False, counts[pool.name] - sharing[pool.name]))
+        ]
+        return _speed(simulate(alone.with_pools(parts), known.rates, known.mix, STEPS))
+
+    speeds = [speed(counts) for counts in tried]
+    return next(counts for counts, speed in zip(tried, speeds, strict=True) if speed >= NEARLY * max(speeds))
+
+
+def _speed_of_gpu(pool: PoolPart) -> float:
+    return pool.rates.sampled_tokens_per_s() / (pool.generator_gpus or 1)
 
 
 def _layout(config: TidemillConfig, generators: int, trainers: int, shared: int) -> ClusterLayout:

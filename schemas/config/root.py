@@ -279,8 +279,6 @@ def _check_placement(config: Sections, placement: PlacementConfig) -> None:
             f"{names[0]} can't use its GPUs in turns with the trainer: name other GPUs than"
             f" {placement.shared[0]} in placement.trainer or placement.generator"
         )
-    if placement.balance and config.pools:
-        raise ValueError("placement.balance changes the number of generators of one kind: remove it, or pools")
     if placement.is_auto and (names := [f"pools.{name}.nodes" for name, pool in config.pools.items() if pool.nodes]):
         raise ValueError(f"placement auto plans the machine of `tidemill up`: remove it, or {names[0]}")
     if not placement.is_auto and (given := len(parse_ranges(placement.trainer))) != config.trainer.processes:

@@ -182,6 +182,32 @@ def test_generators_that_the_plan_can_do_without_end_during_the_run(
     assert all((later - sooner).total_seconds() > 0.9 * every_s for sooner, later in pairwise(times))
 
 
+@pytest.mark.matrix("the same with pools; what balance orders of them is a unit test")
+@pytest.mark.timeout(300)
+def test_each_pool_keeps_a_generator_when_the_plan_can_do_without_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = in_turns(tmp_path, "0", "1-4", 100_000)
+    config["placement"] |= {"balance": True, "balance_s": 4.0}
+    quick = {"engine": "scripted", "replicas": 2, "args": {"token_s": 0.002, "max_length": 8}}
+    config["pools"] = {"quick": {"generator": quick}, "slow": {"generator": quick | {"args": {"token_s": 0.02}}}}
+    config["trainer"]["advantage"] = {"name": "raw"}
+    config["control"] = {"port": 0}
+    run = start(tmp_path, monkeypatch, config, 5)
+    run.wait_until(lambda: run.service("generator-slow-1") is not None, "both generators of the slow pool")
+    run.wait_until(lambda: run.service("generator-slow-1") is None, "the end of one of them")
+    before = run.steps()
+    run.wait_until(lambda: run.steps() > before + 20, "steps with fewer generators")
+    changes = [line for line in run.lines("logs/up.log") if line.get("event") == "generators follow the plan"]
+    assert ("generator.slow", 2, 1) in [(line["kind"], line["before"], line["now"]) for line in changes]
+    assert run.service("generator-slow-0") is not None
+    assert run.service("generator-quick-0") is not None
+    run.ask("/v1/settings", {"steps": run.steps() + 20}, method="PATCH")
+    run.finish_whole()
+    samples = trained_samples(run)
+    assert len(samples) == len(set(samples))
+
+
 @pytest.mark.matrix("two whole runs; what auto chooses is a unit test")
 @pytest.mark.timeout(300)
 def test_auto_may_resume_a_run_on_another_number_of_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

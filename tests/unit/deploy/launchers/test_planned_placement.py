@@ -16,7 +16,7 @@ from deploy.launchers.local import Balance
 from deploy.planning.cluster import ClusterRates, LengthMix, PoolPart
 from deploy.planning.run_rates import figures, sampling_at
 from deploy.planning.search import best, best_in_turns, in_turns, simulate, wanted_generators
-from schemas.config import TidemillConfig, parse_config, save_config
+from schemas.config import TidemillConfig, dump_config, parse_config, save_config
 from schemas.control_api.status import ServiceStatus
 from schemas.errors import ConfigError, InfraError
 from schemas.run_folder import CONFIG, METRICS
@@ -173,11 +173,11 @@ def test_planned_turns_are_within_5_percent_of_the_best_of_all(trained: float) -
 def test_generators_follow_the_measured_rates_once_in_ten_minutes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked = [7]
-    monkeypatch.setattr(local, "order_replicas", lambda control, services, kind, total, by: asked.append(total))
+    asked = [{"generator": 7}]
+    monkeypatch.setattr(local, "order_replicas", lambda control, services, kind, total, by: asked.append({kind: total}))
     monkeypatch.setattr(local, "Broker", MagicMock())
     config = make(tmp_path, {"trainer": "0", "generator": "1-7", "balance": True})
-    assert wanted_generators(config, 7, 0) is None, "nothing is measured"
+    assert wanted_generators(config, {"": 7}, 0) is None, "nothing is measured"
     measure(tmp_path, training_s=9.0, sampled=14_000.0)
     balance = Balance(config, EVERY_S, now=0.0)
 
@@ -189,11 +189,11 @@ def test_generators_follow_the_measured_rates_once_in_ten_minutes(
             balance.tick(now, asked[-1], 19, [])
             time.sleep(0.01)
 
-    balance.tick(EVERY_S - 1, 7, 19, [])
+    balance.tick(EVERY_S - 1, asked[-1], 19, [])
     assert balance._planning is None, "too soon"
     tick_until_planned(EVERY_S)
     assert len(asked) == 2
-    assert asked[-1] < 3, "one generator samples as fast as the trainer trains"
+    assert asked[-1]["generator"] < 3, "one generator samples as fast as the trainer trains"
     tick_until_planned(2 * EVERY_S)
     assert len(asked) == 2, "nothing is measured since the change"
     measure(tmp_path, training_s=0.5, sampled=2000.0, first=20)
@@ -201,15 +201,56 @@ def test_generators_follow_the_measured_rates_once_in_ten_minutes(
     assert len(asked) == 2, "too soon after the last plan"
     tick_until_planned(3 * EVERY_S)
     assert len(asked) == 3
-    assert asked[-1] > 4, "the trainer trains much faster now"
+    assert asked[-1]["generator"] > 4, "the trainer trains much faster now"
 
 
 def test_generators_that_wait_for_the_trainer_are_given_up(tmp_path: Path) -> None:
     """Together they sample as much as is trained, and each has little in flight."""
     config = make(tmp_path, {"trainer": "0", "generator": "1-7", "balance": True})
     measure(tmp_path, training_s=9.0, sampled=1100.0)
-    assert (wanted_generators(config, 7, 0) or 0) > 3, "each is taken for a slow one"
-    assert wanted_generators(config, 7, 0, load=0.1) in (1, 2)
+    found = wanted_generators(config, {"": 7}, 0)
+    assert found is not None
+    assert found[""] > 3, "each is taken for a slow one"
+    assert wanted_generators(config, {"": 7}, 0, load={"": 0.1}) in ({"": 1}, {"": 2})
+
+
+def make_pools(folder: Path, **quick: Any) -> TidemillConfig:
+    config = make(folder, {"trainer": "0", "generator": "1-7", "balance": True})
+    pools = {"slow": {"generator": {"replicas": 4}}, "quick": {"generator": {"replicas": 3}, **quick}}
+    return parse_config({**dump_config(config), "pools": pools})
+
+
+def test_of_pools_the_slowest_is_given_up_first_and_keeps_one(tmp_path: Path) -> None:
+    config, running = make_pools(tmp_path), {"slow": 4, "quick": 3}
+    measure(tmp_path, training_s=4.0, sampled=8000.0, **{"pool/slow/tokens": 1000.0, "pool/quick/tokens": 9000.0})
+    found = wanted_generators(config, running, 0)
+    assert found is not None
+    assert found["slow"] == 1
+    assert found["quick"] in (1, 2)
+    measure(tmp_path, training_s=0.1, sampled=8000.0, first=20, **{"pool/slow/tokens": 5e3, "pool/quick/tokens": 5e3})
+    assert wanted_generators(config, running, 20) == running, "all are too few"
+    assert wanted_generators(config, {"slow": 0, "quick": 3}, 20) == {"quick": 3}, "what was scaled to 0 stays so"
+
+
+def test_pools_are_left_as_they_are_while_one_has_trained_nothing(tmp_path: Path) -> None:
+    config = make_pools(tmp_path)
+    measure(tmp_path, training_s=9.0, sampled=8000.0, **{"pool/quick/tokens": 9000.0})
+    assert wanted_generators(config, {"slow": 4, "quick": 3}, 0) is None
+
+
+def test_a_pool_of_other_machines_has_as_many_as_they_have_room_for(tmp_path: Path) -> None:
+    config, running = make_pools(tmp_path, nodes=["m"]), {"slow": 4, "quick": 3}
+    measure(tmp_path, training_s=0.1, sampled=8000.0, **{"pool/slow/tokens": 5e3, "pool/quick/tokens": 5e3})
+    assert wanted_generators(config, running, 0, {"quick": 2}) == {"slow": 4, "quick": 2}
+
+
+def test_the_order_of_each_pool_that_changes_is_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ordered: dict[str, int] = {}
+    monkeypatch.setattr(local, "order_replicas", lambda _, services, kind, total, by: ordered.update({kind: total}))
+    monkeypatch.setattr(local, "Broker", MagicMock())
+    monkeypatch.setattr(local, "wanted_generators", MagicMock(return_value={"slow": 1, "quick": 3}))
+    Balance(make_pools(tmp_path), EVERY_S, 0.0)._plan({"slow": 4, "quick": 3}, 0, [], {})
+    assert ordered == {"generator.slow": 1}
 
 
 def test_generators_of_other_machines_are_planned_too_and_a_lost_broker_ends_nothing(
@@ -217,12 +258,12 @@ def test_generators_of_other_machines_are_planned_too_and_a_lost_broker_ends_not
 ) -> None:
     config = make(tmp_path, {"trainer": "0", "generator": "1", "balance": True})
     measure(tmp_path, training_s=0.5, sampled=2000.0)
-    assert wanted_generators(config, 7, 0) == 1, "all that this machine has"
-    assert wanted_generators(config, 7, 0, elsewhere=6) in (5, 6, 7)
-    planner, connect = MagicMock(return_value=3), MagicMock(side_effect=InfraError("no answer"))
+    assert wanted_generators(config, {"": 7}, 0) == {"": 1}, "all that this machine has"
+    assert wanted_generators(config, {"": 7}, 0, {"": 6}) in ({"": 5}, {"": 6}, {"": 7})
+    planner, connect = MagicMock(return_value={"": 3}), MagicMock(side_effect=InfraError("no answer"))
     monkeypatch.setattr(local, "wanted_generators", planner)
     monkeypatch.setattr("deploy.launchers.local.Broker.connect", connect)
     services = [supervisor("up", "supervisor", 1), supervisor("node-b", "node", 6)]
-    Balance(config, EVERY_S, 0.0)._plan(7, 0, services, 1.0)
-    planner.assert_called_once_with(config, 7, 0, 6, 1.0)
+    Balance(config, EVERY_S, 0.0)._plan({"": 7}, 0, services, {"": 0.5})
+    planner.assert_called_once_with(config, {"": 7}, 0, {"": 6}, {"": 0.5})
     connect.assert_called_once()
