@@ -1,10 +1,7 @@
-"""The changes of a configuration that are worth trying, each computed by a child process (rehearsal.py)."""
+"""The changes of a configuration that are worth trying, each computed by a child process (rehearsal_process.py)."""
 
 import itertools
-import json
 import os
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -12,10 +9,12 @@ from typing import Any
 
 from consumers.trainer.distributed.layout import Layout, check_model
 from deploy.planning.cards import MACHINE
+from deploy.planning.rehearsal_process import RehearsalProcess
 from schemas.config import ParallelConfig, TidemillConfig, dump_config, parse_config
 from schemas.errors import ConfigError, TidemillError
 
 LIMIT_S = 600.0
+_PROCESS = RehearsalProcess()
 
 
 @dataclass(frozen=True)
@@ -32,26 +31,14 @@ def rehearse_apart(config: TidemillConfig, ranks: int, on_gpu: bool = True, limi
 
     on_gpu: see rehearse. limit_s: seconds that it may take.
     """
-    order = {"config": dump_config(config), "ranks": ranks, "on_gpu": on_gpu}
+    question = {"config": dump_config(config), "ranks": ranks, "on_gpu": on_gpu}
+    named = f"model.path {config.model.path!r}"
     try:
-        done = subprocess.run(
-            [sys.executable, "-m", "deploy.planning.rehearsal"],
-            input=json.dumps(order),
-            capture_output=True,
-            text=True,
-            timeout=limit_s,
-            check=False,
-            env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
-        )
-    except subprocess.TimeoutExpired:
-        raise ConfigError(
-            f"model.path {config.model.path!r}: its step took more than {limit_s:.0f} s to size"
-        ) from None
-    lines = done.stdout.strip().splitlines()
-    if done.returncode or not lines:
-        reason = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
-        raise TidemillError(f"model.path {config.model.path!r} with {ranks} ranks cannot be sized: {reason}")
-    answer: dict[str, Any] = json.loads(lines[-1])
+        answer = _PROCESS.ask(question, limit_s)
+    except TimeoutError:
+        raise ConfigError(f"{named}: its step took more than {limit_s:.0f} s to size") from None
+    except TidemillError as error:
+        raise TidemillError(f"{named} with {ranks} ranks cannot be sized: {error}") from error
     if "error" in answer:
         raise ConfigError(answer["error"])
     return answer

@@ -1,13 +1,11 @@
 """One training step of rank 0 of many, rehearsed on shapes: what it takes of a card's memory, and its FLOPs.
 
-Run as a program it reads an order as JSON from stdin and answers with JSON on stdout. It is the step of the trainer,
-``build_train_step``, with the trainer's own sharding, over a process group that answers every collective at once.
+It is the step of the trainer, ``build_train_step``, with the trainer's own sharding, over a process group that answers
+every collective at once. It leaves its process unusable for anything else: rehearsal_process.py forks one for each.
 """
 
-import json
 import math
 import os
-import sys
 from collections import Counter
 from dataclasses import asdict, replace
 from typing import Any, cast
@@ -417,16 +415,9 @@ def _bytes(tensors: list[Tensor]) -> int:
     return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
 
 
-def main() -> None:
-    """Read an order from stdin, and answer."""
-    order: dict[str, Any] = json.load(sys.stdin)
+def answer(question: dict[str, Any]) -> dict[str, Any]:
+    """Return the StepSize of a question's configuration as JSON has it, or what is wrong with that as ``error``."""
     try:
-        config = parse_config(order["config"])
-        answer = asdict(rehearse(config, order["ranks"], order["on_gpu"]))
+        return asdict(rehearse(parse_config(question["config"]), question["ranks"], question["on_gpu"]))
     except ConfigError as error:
-        answer = {"error": str(error)}
-    print(json.dumps(answer))
-
-
-if __name__ == "__main__":
-    main()
+        return {"error": str(error)}

@@ -1,0 +1,83 @@
+"""The process that rehearses: one for all questions, started again when it is gone, and never left behind."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from deploy.planning.rehearsal_process import RehearsalProcess
+from schemas.config import dump_config
+from schemas.errors import TidemillError
+from tests.support.models.tiny_model import make_tiny_model
+from tests.support.trainer.sized_steps import configuration
+
+LIMIT_S = 200.0
+
+
+@pytest.fixture(scope="module")
+def question(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    model = make_tiny_model(tmp_path_factory.mktemp("model"), hidden=32, layers=1)
+    return {"config": dump_config(configuration(model)), "ranks": 1, "on_gpu": False}
+
+
+@pytest.fixture(scope="module")
+def process() -> RehearsalProcess:
+    return RehearsalProcess()
+
+
+def servers() -> list[psutil.Process]:
+    """The rehearsing processes of this one."""
+    children = psutil.Process().children()
+    return [child for child in children if "deploy.planning.rehearsal_process" in child.cmdline()]
+
+
+def test_questions_at_the_same_time_have_one_process(process: RehearsalProcess, question: dict[str, Any]) -> None:
+    before = servers()
+    with ThreadPoolExecutor(2) as threads:
+        alone, shared = threads.map(lambda ranks: process.ask({**question, "ranks": ranks}, LIMIT_S), (1, 2))
+    assert shared["parameters"] < alone["parameters"]
+    assert len(servers()) == len(before) + 1
+
+
+def test_a_fault_has_its_reason_and_ends_nothing(process: RehearsalProcess, question: dict[str, Any]) -> None:
+    with pytest.raises(TidemillError, match="KeyError: 'ranks'"):
+        process.ask({"config": question["config"]}, LIMIT_S)
+    assert "model: required" in process.ask({**question, "config": {}}, LIMIT_S)["error"]
+    with pytest.raises(TimeoutError):
+        process.ask(question, 0.001)
+    assert process.ask(question, LIMIT_S)["parameters"] > 0
+
+
+def test_a_killed_process_is_started_again(process: RehearsalProcess, question: dict[str, Any]) -> None:
+    process.ask(question, LIMIT_S)
+    killed = servers()
+    for one in killed:
+        one.kill()
+        one.wait(20)
+    assert process.ask(question, LIMIT_S)["parameters"] > 0
+    assert not {one.pid for one in servers()} & {one.pid for one in killed}
+
+
+def test_it_ends_with_the_process_that_asked_and_leaves_nothing(question: dict[str, Any], tmp_path: Path) -> None:
+    program = """import json, os, sys
+from deploy.planning.rehearsal_process import RehearsalProcess
+process = RehearsalProcess()
+process.ask(json.loads(sys.argv[1]), float(sys.argv[2]))
+print(process._process.pid, flush=True)
+os.kill(os.getpid(), 9)
+"""
+    command = [sys.executable, "-c", program, json.dumps(question), str(LIMIT_S)]
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=LIMIT_S, check=False, env=environment)
+    assert done.returncode == -signal.SIGKILL
+    with suppress(psutil.NoSuchProcess):
+        psutil.Process(int(done.stdout)).wait(60)
+    assert list(tmp_path.iterdir()) == []
