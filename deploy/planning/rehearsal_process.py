@@ -115,7 +115,7 @@ class _Server(socketserver.ForkingMixIn, socketserver.UnixStreamServer):
         parent = os.getppid()
         while os.getppid() == parent and (self.active_children or time.monotonic() - self.asked < IDLE_S):
             self.handle_request()
-        # Whoever connected before this gets an answer; others start another process.
+        # Questions that arrived before this are answered; later ones start another process.
         self.path.unlink()
         self.timeout = 0
         while select.select([self], [], [], 0)[0]:
@@ -132,7 +132,7 @@ class _Question(socketserver.StreamRequestHandler):
         from deploy.planning.rehearsal import answer
 
         question = json.loads(self.rfile.readline())
-        # Whoever asked waits no longer.
+        # The process that asked waits no longer.
         signal.setitimer(signal.ITIMER_REAL, question.pop("limit_s") + 1)
         self.wfile.write(json.dumps(answer(question)).encode() + b"\n")
 
