@@ -5,6 +5,7 @@ As a program it listens at a socket, whose path it gets, until no question has c
 gone. Question and answer are each a line of JSON.
 """
 
+import importlib
 import json
 import os
 import select
@@ -17,6 +18,7 @@ import sys
 import tempfile
 import threading
 import time
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -28,7 +30,7 @@ POLL_S = 0.5
 
 
 class RehearsalProcess:
-    """What asks it; threads may ask at the same time. The process starts at the first question, and again when gone."""
+    """A client, for many threads. It starts the process at the first question, and again if that is gone."""
 
     def __init__(self) -> None:
         self._starting = threading.Lock()
@@ -45,12 +47,13 @@ class RehearsalProcess:
     def ask(self, question: dict[str, Any], limit_s: float) -> dict[str, Any]:
         """Return the answer; TimeoutError after ``limit_s`` seconds, TidemillError if the process can't answer."""
         ends = time.monotonic() + limit_s
-        with self._connect(limit_s) as connection:
+        line = ""
+        with suppress(ConnectionError), self._connect(limit_s) as connection:
             connection.settimeout(max(0.001, ends - time.monotonic()))
             connection.sendall(json.dumps({**question, "limit_s": limit_s}).encode() + b"\n")
             with connection.makefile() as lines:
                 line = lines.readline()
-        if not line:
+        if not line.endswith("\n"):
             raise TidemillError("the process that computes it was killed, perhaps for its memory")
         answer: dict[str, Any] = json.loads(line)
         if "failed" in answer:
@@ -139,9 +142,8 @@ class _Question(socketserver.StreamRequestHandler):
 
 def main() -> None:
     """Answer questions at the socket whose path is the only argument."""
-    # What forks need; it takes seconds.
-    import deploy.planning.rehearsal  # noqa: F401
-
+    # Before the first fork, since it takes seconds.
+    importlib.import_module("deploy.planning.rehearsal")
     with _Server(sys.argv[1]) as server:
         print("listening", flush=True)
         server.serve()

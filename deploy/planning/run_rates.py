@@ -66,7 +66,7 @@ def of_run(
 
     sharing: the generators among them that share GPUs with the trainer, and sleep while it has them, by pool. pools:
     how many generators each pool had. load: share of generator.max_samples that each of a pool had in flight, if that
-    is known; of the pool "" if there are none.
+    is known. A run without pools has the key "".
     """
     names = (*_READ, *(f"pool/{name}/tokens" for name in pools))
     steps = (line for line in StoredLines(file) if "time/total_s" in line and "train/tokens" in line)

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -64,6 +65,23 @@ def test_a_killed_process_is_started_again(process: RehearsalProcess, question: 
         one.wait(20)
     assert process.ask(question, LIMIT_S)["parameters"] > 0
     assert not {one.pid for one in servers()} & {one.pid for one in killed}
+
+
+def test_a_question_whose_process_is_killed_meanwhile_fails_in_a_line(
+    process: RehearsalProcess, question: dict[str, Any]
+) -> None:
+    process.ask(question, LIMIT_S)
+    assert process._process is not None
+    server = psutil.Process(process._process.pid)
+    with ThreadPoolExecutor(1) as threads:
+        asked = threads.submit(process.ask, question, LIMIT_S)
+        end = time.monotonic() + LIMIT_S
+        while not (forks := server.children()):
+            assert time.monotonic() < end, "no fork for the question"
+        for one in (server, *forks):
+            one.kill()
+        with pytest.raises(TidemillError, match="was killed"):
+            asked.result(LIMIT_S)
 
 
 def test_it_ends_with_the_process_that_asked_and_leaves_nothing(question: dict[str, Any], tmp_path: Path) -> None:
