@@ -27,24 +27,24 @@ class SplitLinear(nn.Linear):
         return out if self.bias is None else out + self.bias
 
 
-def make_model(std: float) -> PreTrainedModel:
-    """A random model in float32, the logits of which have this standard deviation."""
+def make_model(std: float, weights: float = 0.05, embeddings: float = 1.0, width: int = WIDTH) -> PreTrainedModel:
+    """A random model in float32, whose logits, weights and embeddings have these standard deviations."""
     torch.manual_seed(1)
     model = Qwen2ForCausalLM(
         Qwen2Config(
             vocab_size=VOCABULARY,
-            hidden_size=WIDTH,
-            intermediate_size=4 * WIDTH,
+            hidden_size=width,
+            intermediate_size=4 * width,
             num_hidden_layers=LAYERS,
             num_attention_heads=4,
             num_key_value_heads=2,
             max_position_embeddings=TOKENS,
-            initializer_range=0.05,
+            initializer_range=weights,
             tie_word_embeddings=False,
         )
     ).eval()
     with torch.no_grad():
-        model.model.embed_tokens.weight.normal_(0, 1)
+        model.model.embed_tokens.weight.normal_(0, embeddings)
         model.lm_head.weight.mul_(std / model(torch.randint(VOCABULARY, (1, 64))).logits.std())
     return model
 
@@ -102,10 +102,22 @@ def test_a_correct_engine_passes_every_version_and_a_wrong_layer_fails(std: floa
 
 
 @pytest.mark.parametrize("std", [1.0, LARGE])
-def test_a_layer_off_by_a_thousandth_is_found_in_float32_and_in_part_in_bfloat16(
-    std: float,
-) -> None:
-    """Of weights of 0.05. In bfloat16 it adds to differences that are as large as its own."""
+def test_a_layer_off_by_a_thousandth_is_found_in_bfloat16_among_weights_as_they_are_initialised(std: float) -> None:
+    policy = make_model(std, weights=0.02, embeddings=0.02, width=384)
+    ids = likely_tokens(policy)
+    judge = ProbeJudge("bfloat16")
+    trainer = copy.deepcopy(policy).to(torch.bfloat16)
+    reference = logprobs(trainer, ids)
+    judge.calibrate(np.abs(reference - logprobs(engine(trainer), ids)))
+    assert judge.problem(np.abs(reference - logprobs(engine(trainer), ids))) is None
+    for layer in range(LAYERS):
+        wrong = changed(policy, 1e-3, range(layer, layer + 1)).to(torch.bfloat16)
+        assert judge.problem(np.abs(reference - logprobs(engine(wrong), ids))) is not None, layer
+
+
+@pytest.mark.parametrize("std", [1.0, LARGE])
+def test_a_layer_off_by_a_fiftieth_is_found_in_float32_and_in_part_in_bfloat16(std: float) -> None:
+    """By 0.001, of weights of 0.05. In bfloat16 it adds to differences that are as large as its own."""
     policy = make_model(std)
     ids = likely_tokens(policy)
     rounded = copy.deepcopy(policy).to(torch.bfloat16)
