@@ -18,8 +18,8 @@ from tests.support.runs.shared_devices import check_notes, imitate_gpus, in_turn
 from tests.support.runs.slurm_cluster import list_jobs, run_slurm_cluster
 
 pytestmark = pytest.mark.matrix("a launcher; make test runs the local one")
-STEPS, TURNS = 16, 40
-"""Steps of a run in jobs, and of one in a single job."""
+STEPS, LONG, TURNS = 16, 60, 40
+"""Steps of a run in jobs, of one whose trainer is queued again, and of one in a single job."""
 
 
 @pytest.fixture
@@ -46,12 +46,13 @@ def make_program(folder: Path) -> Path:
     return program
 
 
-def test_a_run_of_slurm_jobs_outlives_a_preempted_generator_and_clears_the_queue(slurm: None, tmp_path: Path) -> None:
-    run = tmp_path / "run"
+def submit(folder: Path, steps: int) -> tuple[Path, Path]:
+    """Submit a run of this many steps in jobs of its own; returns the run's folder and its program ``tidemill``."""
+    run = folder / "run"
     config = {
         "run": {"name": "queued", "folder": str(run)},
         "model": {
-            "path": str(make_tiny_model(tmp_path / "model", max_length=64)),
+            "path": str(make_tiny_model(folder / "model", max_length=64)),
             "dtype": "float32",
             "max_length": 64,
         },
@@ -61,30 +62,47 @@ def test_a_run_of_slurm_jobs_outlives_a_preempted_generator_and_clears_the_queue
         "flow": {"staleness": 2},
         "generator": {"engine": "transformers", "replicas": 2, "max_samples": 4},
         "trainer": {
-            "steps": STEPS,
+            "steps": steps,
             "batch_groups": 4,
             "threads": 1,
             "advantage": {"name": "raw"},
             "checkpoint": {"every": 4},
         },
     }
-    file = tmp_path / "config.yaml"
+    file = folder / "config.yaml"
     file.write_text(yaml.safe_dump(config))
-    scripts = run / "slurm"
-    program = make_program(tmp_path / "bin")
+    program = make_program(folder / "bin")
     setup = f"PATH={program.parent}:$PATH"
-    command = [sys.executable, "-m", "deploy.cli", "slurm", str(file), "--setup", setup, "--time", "10:00"]
+    command = [str(program), "slurm", str(file), "--setup", setup, "--time", "10:00"]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
-    assert done.stdout.splitlines()[-1] == str(scripts / "submit.sh")
-    subprocess.run([str(scripts / "submit.sh")], check=True, timeout=60)
+    script = run / "slurm" / "submit.sh"
+    assert done.stdout.splitlines()[-1] == str(script)
+    subprocess.run([str(script)], check=True, timeout=60)
+    return run, program
+
+
+def count_steps(run: Path) -> int:
+    return len({line["step"] for line in read_lines(run / "trained.jsonl") if "step" in line})
+
+
+def assert_each_step_and_sample_once(run: Path, steps: int) -> None:
+    kept = list(surviving_lines(read_lines(run / "trained.jsonl")))
+    uses = Counter(tuple(sample) for line in kept for sample in line["samples"])
+    assert [line["step"] for line in kept] == list(range(steps))
+    assert max(uses.values()) == 1
+
+
+def test_a_run_of_slurm_jobs_outlives_a_preempted_generator_and_clears_the_queue(slurm: None, tmp_path: Path) -> None:
+    run, program = submit(tmp_path, STEPS)
+    scripts = run / "slurm"
 
     def steps() -> int:
-        return len({line["step"] for line in read_lines(run / "trained.jsonl") if "step" in line})
+        return count_steps(run)
 
     wait_until(lambda: steps() >= 3 and (run / ADDRESS).is_file(), "steps and control plane", scripts)
     # From any node: the run's folder tells where its control plane is.
     token = {"TIDEMILL_CONTROL_TOKEN_FILE": str(scripts / "control_token")}
-    command = [str(program), "status", str(file), "--json"]
+    command = [str(program), "status", str(tmp_path / "config.yaml"), "--json"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=os.environ | token)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["run"] == "queued"
@@ -102,15 +120,32 @@ def test_a_run_of_slurm_jobs_outlives_a_preempted_generator_and_clears_the_queue
     wait_until(lambda: steps() == STEPS, "end of training", scripts)
     wait_until(lambda: not list_jobs(), "empty queue", scripts)
 
-    kept = list(surviving_lines(read_lines(run / "trained.jsonl")))
-    uses = Counter(tuple(sample) for line in kept for sample in line["samples"])
-    assert [line["step"] for line in kept] == list(range(STEPS))
-    assert max(uses.values()) == 1
+    assert_each_step_and_sample_once(run, STEPS)
     assert (run / "model" / "model.safetensors").is_file()
     # All services ended cleanly: none missed the broker or was killed while it waited.
     for log in (scripts / "logs").glob("*.log"):
         assert "waiting for the broker" not in log.read_text(), log.name
     assert (scripts / "redis_url").stat().st_mode & 0o077 == 0
+
+
+@pytest.mark.timeout(300)
+def test_a_trainer_saves_and_puts_itself_back_when_its_time_ends(slurm: None, tmp_path: Path) -> None:
+    run, _ = submit(tmp_path, LONG)
+    scripts = run / "slurm"
+    wait_until(lambda: count_steps(run) >= 6, "steps", scripts)
+    asked = ["squeue", "--noheader", "--format=%i", "--name=tidemill-queued-trainer"]
+    number = subprocess.run(asked, capture_output=True, text=True, check=True, timeout=30).stdout.strip()
+    # The signal of `--signal=B:USR1@180`, three minutes before the limit of `--time`.
+    subprocess.run(["scancel", "--batch", "--signal=USR1", number], check=True, timeout=30)
+    wait_until(lambda: list_jobs().get("tidemill-queued-trainer") == "PENDING", "requeued trainer", scripts)
+    saved = count_steps(run)
+    assert saved < LONG
+    checkpoints = [int(folder.name.split("-")[1]) for folder in (run / "checkpoints").glob("step-*")]
+    assert max(checkpoints) == saved, "the newest step is not saved"
+    # Slurm lets a requeued job wait for two minutes.
+    subprocess.run(["scontrol", "update", f"jobid={number}", "starttime=now"], check=True, timeout=30)
+    wait_until(lambda: not list_jobs(), "empty queue", scripts)
+    assert_each_step_and_sample_once(run, LONG)
 
 
 @pytest.mark.timeout(300)
@@ -128,7 +163,7 @@ def test_a_job_whose_trainer_and_generators_share_gpus_is_requeued_and_goes_on(s
     subprocess.run(["sbatch", done.stdout.splitlines()[-1]], check=True, timeout=60)
 
     def steps() -> int:
-        return len({line["step"] for line in read_lines(run / "trained.jsonl") if "step" in line})
+        return count_steps(run)
 
     wait_until(lambda: steps() >= 6, "steps", scripts)
     asked = ["squeue", "--noheader", "--format=%i %b", "--name=tidemill-turns"]
@@ -142,10 +177,7 @@ def test_a_job_whose_trainer_and_generators_share_gpus_is_requeued_and_goes_on(s
     # Slurm lets a requeued job wait for two minutes.
     subprocess.run(["scontrol", "update", f"jobid={number}", "starttime=now"], check=True, timeout=30)
     wait_until(lambda: not list_jobs(), "empty queue", scripts)
-    kept = list(surviving_lines(read_lines(run / "trained.jsonl")))
-    uses = Counter(tuple(sample) for line in kept for sample in line["samples"])
-    assert [line["step"] for line in kept] == list(range(TURNS))
-    assert max(uses.values()) == 1
+    assert_each_step_and_sample_once(run, TURNS)
     summary = json.loads((run / "summary.json").read_text())
     assert (summary["trajectories_lost"], summary["trajectories_trained_twice"]) == (0, 0)
     assert check_notes(read_notes(tmp_path / "notes"), ["generator-0"]) >= 3

@@ -82,7 +82,12 @@ def test_a_trainer_that_is_asked_to_end_saves_and_its_job_is_queued_again(
         assert process.wait(DEADLINE_S) == 0
     finally:
         os.killpg(process.pid, signal.SIGKILL) if process.poll() is None else None
-    assert job.lines() == [f"tidemill {'up' if turns else 'trainer'}", "ready", *after]
+    if turns:
+        assert job.lines() == ["tidemill up", "ready", *after]
+        return
+    generators = "jobname=tidemill-big-generator"
+    began = [f"scontrol release {generators}", "tidemill trainer", "ready", after[0]]
+    assert job.lines() == [*began, f"scontrol hold {generators}", *after[1:]]
 
 
 @pytest.mark.parametrize("nodes", [1, 2])
