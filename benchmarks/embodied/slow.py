@@ -45,9 +45,7 @@ def collect_ours(envs: int, processes: int, id: str, args: dict[str, Any]) -> fl
     policy = Perceptron.of(tensors, shape)
 
     def act(observations: Floats, rng: np.random.Generator) -> Acted:
-        outputs = policy.outputs(observations)
-        actions = policy.sample(outputs, rng, greedy=False)
-        return Acted(actions, policy.logprobs(outputs, actions), 0)
+        return Acted(*policy.sample(policy.outputs(observations), rng, greedy=False), 0)
 
     collector = FragmentCollector(EnvironmentSpec(id, args, [MODULE]), envs, 0, processes)
     rate = measured(lambda: collector.collect(STEPS, act), envs)

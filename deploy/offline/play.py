@@ -48,7 +48,7 @@ def play(config: TidemillConfig, step: WantedStep, seed: int | None, steps: int,
             while len(frames) < steps and end == "unfinished":
                 # Before the step: one that ends an episode resets the environment.
                 frames.append(process.frame())
-                actions = policy.sample(policy.outputs(found.observations), rng, greedy=True)
+                actions, _ = policy.sample(policy.outputs(found.observations), rng, greedy=True)
                 process.step(scale_actions(actions, process.bounds, shape.squashed))
                 found = process.receive()
                 earned += float(found.rewards[0])

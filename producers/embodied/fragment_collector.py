@@ -3,7 +3,7 @@
 Truncation is not termination: the last observation of a truncated episode travels with the fragment, so that the value
 of what would have followed is estimated from it, and not from the next episode's first observation.
 
-The processes form two halves, which take turns: the policy acts for one while the environments of the other step. A
+The processes form groups, which take turns: the policy acts for one while the environments of the others step. A
 process that crashes or hangs is replaced. Its episodes are truncated at their last known observations, and the steps
 that it did not finish are played again by its successor; nothing else is lost.
 """
@@ -23,6 +23,7 @@ from producers.embodied.environment_process import (
     Floats,
     Seen,
     Stepped,
+    join,
     scale_actions,
 )
 from producers.embodied.mlp_engine import Acted
@@ -33,6 +34,9 @@ from schemas.messages.fragments import TRUNCATED, Fragment
 
 MOST_LOSSES, FEW_STEPS = 3, 16
 """How often in a row a process may be lost within so few steps, before the fragment fails."""
+MOST_GROUPS = 8
+"""A group has two processes or more: with as many groups as that allows, sixteen environments that step in 5 ms have a
+seventh more steps a second than with two groups. Each group costs a forward of the policy."""
 _UNKNOWN = 2
 
 
@@ -80,14 +84,13 @@ class Collected:
 
 @dataclass
 class _Share:
-    """The environments of one process, ``part`` of all. observations: float32 [n, O], to act on. step: under way.
+    """The environments of one process, ``part`` of all. step: under way.
 
     lived: steps of this process. losses: of processes that lived for FEW_STEPS at most, in a row.
     """
 
     process: EnvironmentProcess
     part: slice
-    observations: Seen
     step: int | None = None
     lived: int = 0
     losses: int = 0
@@ -145,7 +148,13 @@ class FragmentCollector:
         try:
             for start, end in pairwise(np.linspace(0, envs, processes + 1).astype(int).tolist()):
                 process = EnvironmentProcess(spec, end - start)
-                self._shares.append(_Share(process, slice(start, end), np.zeros((0, 0), np.float32)))
+                self._shares.append(_Share(process, slice(start, end)))
+            count = min(max(2, processes // 2), MOST_GROUPS, processes)
+            edges = np.linspace(0, processes, count + 1).astype(int).tolist()
+            self._groups = [self._shares[start:end] for start, end in pairwise(edges)]
+            # What is acted on next.
+            seen = np.uint8 if process.picture else np.float32
+            self._observations: Seen = np.zeros((envs, process.observations), seen)
             self.reset(seed)
         except EnvironmentLost as error:
             self.close()
@@ -171,30 +180,26 @@ class FragmentCollector:
         columns = _Columns(steps, self.envs, self._shares[0].process)
         columns.carried = None if self._discount is None else self._carried.copy()
         self._episodes = Episodes()
-        middle = (len(self._shares) + 1) // 2
-        halves = [half for half in (self._shares[:middle], self._shares[middle:]) if half]
         going = True
         for t in range(steps):
-            for half in halves:
-                going = going and self._finish(half, columns, actor) and self._act(half, t, columns, actor)
-        for half in halves:
+            for group in self._groups:
+                going = going and self._finish(group, columns, actor) and self._act(group, t, columns, actor)
+        for group in self._groups:
             # Also after an abort: the environments live on, and what they answer is not of the next fragment.
-            going = self._finish(half, columns, actor) and going
+            going = self._finish(group, columns, actor) and going
         if not going:
             return None
-        for share in self._shares:
-            columns.observations[steps, share.part] = share.observations
+        columns.observations[steps] = self._observations
         return Collected(columns.fragment(), list(spans_of(columns.versions)), self._episodes)
 
     def _act(self, shares: Sequence[_Share], t: int, columns: _Columns, actor: Actor) -> bool:
         """Begin step t of these environments, which lie side by side; False if the actor ends."""
-        observations = np.concatenate([share.observations for share in shares])
-        acted = actor(observations, self._rng)
+        part = slice(shares[0].part.start, shares[-1].part.stop)
+        columns.observations[t, part] = self._observations[part]
+        acted = actor(columns.observations[t, part], self._rng)
         if acted is None:
             return False
-        part = slice(shares[0].part.start, shares[-1].part.stop)
-        columns.observations[t, part], columns.actions[t, part] = observations, acted.actions
-        columns.logprobs[t, part] = acted.logprobs
+        columns.actions[t, part], columns.logprobs[t, part] = acted.actions, acted.logprobs
         columns.versions[t] = min(columns.versions[t], acted.version)
         for share in shares:
             actions = scale_actions(columns.actions[t, share.part], share.process.bounds, self._squashed)
@@ -204,16 +209,22 @@ class FragmentCollector:
 
     def _finish(self, shares: Sequence[_Share], columns: _Columns, actor: Actor) -> bool:
         """Take the results of the step under way, with new processes for those that are lost; False: the actor ends."""
-        going = True
+        going, found = True, []
         for share in shares:
             while (t := share.step) is not None:
                 try:
-                    stepped, share.step = share.process.receive(), None
+                    found.append((share.part, share.process.receive()))
                 except EnvironmentLost as error:
                     self._replace(share, t, columns, error)
                     going = self._act([share], t, columns, actor) and going
                 else:
-                    self._note(share, t, stepped, columns)
+                    step, share.step = t, None
+                    share.lived += 1
+        if len(found) == len(shares):
+            whole = slice(shares[0].part.start, shares[-1].part.stop)
+            found = [(whole, join([stepped for _, stepped in found]))]
+        for part, stepped in found:
+            self._note(part, step, stepped, columns)
         return going
 
     def _replace(self, share: _Share, t: int, columns: _Columns, error: EnvironmentLost) -> None:
@@ -237,18 +248,16 @@ class FragmentCollector:
 
     def _begin(self, share: _Share) -> None:
         """Take the first observations after a reset."""
-        share.observations = self._checked(share.process.receive().observations)
+        self._observations[share.part] = self._checked(share.process.receive().observations)
         share.step = None
         self._returns[share.part], self._lengths[share.part], self._succeeded[share.part] = 0, 0, False
         self._carried[share.part] = 0
 
-    def _note(self, share: _Share, t: int, stepped: Stepped, columns: _Columns) -> None:
-        """Note the results of step t."""
+    def _note(self, part: slice, t: int, stepped: Stepped, columns: _Columns) -> None:
+        """Note the results of step t of these environments."""
         if not np.isfinite(stepped.rewards).all():
             raise DataError(f"environment {self._spec.id}: a reward is not finite")
-        share.observations = self._checked(stepped.observations)
-        part = share.part
-        share.lived += 1
+        self._observations[part] = self._checked(stepped.observations)
         columns.rewards[t, part], columns.ends[t, part] = stepped.rewards, stepped.ends
         self._returns[part] += stepped.rewards
         total = np.float32(self._discount or 0.0) * self._carried[part] + stepped.rewards

@@ -109,23 +109,24 @@ class Perceptron:
             values = _relu(np.tensordot(windows, weight, ((3, 4, 5), (1, 2, 3))) + bias)
         return np.asarray(values.transpose(0, 3, 1, 2).reshape(len(values), -1), dtype=np.float32)
 
-    def sample(self, outputs: Floats, rng: np.random.Generator, greedy: bool) -> npt.NDArray[Any]:
-        """Draw an action for each row of outputs; the most probable one if ``greedy``."""
+    def sample(self, outputs: Floats, rng: np.random.Generator, greedy: bool) -> tuple[npt.NDArray[Any], Floats]:
+        """Draw an action for each row of outputs, the most probable one if ``greedy``; with ``logprobs`` of them."""
         if self._shape.continuous:
             means, log_std = self._normal(outputs)
             noise = 0.0 if greedy else rng.standard_normal(means.shape, dtype=np.float32) * np.exp(log_std)
-            drawn = np.asarray(means + noise, dtype=np.float32)
-            return np.tanh(drawn) if self._shape.squashed else drawn
-        chosen = [part.argmax(-1) if greedy else _draw(part, rng) for part in self._parts(outputs)]
-        found = np.stack(chosen, -1, dtype=np.int32)
-        return found if isinstance(self._shape.actions, tuple) else found[:, 0]
+            actions = np.asarray(means + noise, dtype=np.float32)
+            actions = np.tanh(actions) if self._shape.squashed else actions
+            return actions, self.logprobs(outputs, actions)
+        parts = [_log_softmax(part) for part in self._parts(outputs)]
+        chosen = [part.argmax(-1) if greedy else _draw(part, rng) for part in parts]
+        found = np.stack(chosen, -1) if isinstance(self._shape.actions, tuple) else chosen[0]
+        return found.astype(np.int32), _of_chosen(parts, chosen)
 
     def logprobs(self, outputs: Floats, actions: npt.NDArray[Any]) -> Floats:
         """Return the log-probability, or log-density, of each action, float32 [N]."""
         if not self._shape.continuous:
-            chosen, parts = actions.reshape(len(outputs), -1), self._parts(outputs)
-            each = [_log_softmax(part)[np.arange(len(part)), chosen[:, k]] for k, part in enumerate(parts)]
-            return np.asarray(np.sum(each, 0), dtype=np.float32)
+            chosen = actions.reshape(len(outputs), -1).T
+            return _of_chosen([_log_softmax(part) for part in self._parts(outputs)], list(chosen))
         means, log_std = self._normal(outputs)
         drawn = np.arctanh(np.clip(actions, -CLOSE_TO_1, CLOSE_TO_1)) if self._shape.squashed else actions
         found = -0.5 * ((drawn - means) / np.exp(log_std)) ** 2 - log_std - 0.5 * np.log(2 * np.pi)
@@ -135,7 +136,8 @@ class Perceptron:
 
     def _parts(self, outputs: Floats) -> list[Floats]:
         """Return the logits of each part of an action of a discrete space."""
-        return np.split(outputs, np.cumsum(self._shape.counts)[:-1], -1)
+        counts = self._shape.counts
+        return [outputs] if len(counts) == 1 else np.split(outputs, np.cumsum(counts)[:-1], -1)
 
     def _normal(self, outputs: Floats) -> tuple[Floats, Floats]:
         """Return means and logarithms of deviations, float32 [N, A] or [A], before tanh."""
@@ -209,10 +211,8 @@ class MlpEngine:
             policy, version = self._policy, self.version
             if policy is None:
                 raise InfraError("the engine mlp has no weights yet")
-            outputs = policy.outputs(observations)
-            actions = policy.sample(outputs, rng, greedy)
             self._acted += 1
-            return Acted(actions, policy.logprobs(outputs, actions), version)
+            return Acted(*policy.sample(policy.outputs(observations), rng, greedy), version)
 
     async def generate(
         self,
@@ -266,9 +266,15 @@ def _relu(values: Floats) -> Floats:
     return np.maximum(values, np.float32(0))
 
 
-def _draw(logits: Floats, rng: np.random.Generator) -> npt.NDArray[np.int64]:
-    below = np.exp(_log_softmax(logits)).cumsum(-1) < rng.random((len(logits), 1))
-    return np.asarray(np.minimum(below.sum(-1), logits.shape[1] - 1))
+def _draw(logprobs: Floats, rng: np.random.Generator) -> npt.NDArray[np.int64]:
+    below = np.exp(logprobs).cumsum(-1) < rng.random((len(logprobs), 1))
+    return np.asarray(np.minimum(below.sum(-1), logprobs.shape[1] - 1))
+
+
+def _of_chosen(parts: Sequence[Floats], chosen: Sequence[npt.NDArray[Any]]) -> Floats:
+    """Return the log-probability of actions whose parts are independent, float32 [N]. parts: float32 [N, A] each."""
+    each = [part[np.arange(len(part)), k] for part, k in zip(parts, chosen, strict=True)]
+    return np.asarray(sum(each[1:], each[0]), dtype=np.float32)
 
 
 def _log_softmax(values: Floats) -> Floats:

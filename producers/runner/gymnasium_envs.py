@@ -78,9 +78,14 @@ class Environments:
             )
         self._width = 1 if self._single else int(acts.shape[0])
         self._observed, self._acts = int(spaces.flatdim(seen)), acts
-        shape, kind = (envs, self._observed), "u1" if self._picture else "<f4"
-        self._observations, self._last = self._np.zeros(shape, kind), self._np.zeros(shape, kind)
-        self._rewards, self._ends, self._success = (self._np.zeros(envs, kind) for kind in ("<f4", "u1", "u1"))
+        kind = "u1" if self._picture else "<f4"
+        size = envs * self._observed * (1 if self._picture else 4)
+        # An answer is one piece of memory, behind three bytes that align its numbers and its mark.
+        self._memory = self._np.zeros(4 + 2 * size + 6 * envs, "u1")
+        self._memory[3] = ord("=")
+        seen, last, rewards, flags = self._np.split(self._memory[4:], [size, 2 * size, 2 * size + 4 * envs])
+        self._observations, self._last = (part.view(kind).reshape(envs, -1) for part in (seen, last))
+        self._rewards, self._ends, self._success = rewards.view("<f4"), flags[:envs], flags[envs:]
 
     def spaces(self) -> dict[str, Any]:
         """Return the sizes of the spaces, and the bounds of actions (JSON has infinity, as Python writes it)."""
@@ -98,7 +103,7 @@ class Environments:
             return 0
         return 16 if order == b"R" else 4 * len(self._envs) * self._width
 
-    def answer(self, order: bytes, body: bytes, channel: socket.socket) -> bytes:
+    def answer(self, order: bytes, body: bytes, channel: socket.socket) -> bytes | memoryview:
         """Reset, step or draw.
 
         Returns observations, last observations (f4 [N, O], or u1 of pictures), rewards (f4 [N]), ends and success (u1
@@ -113,8 +118,7 @@ class Environments:
                 self._observations[i] = self._flatten(self._seen, env.reset(seed=seed + i * following)[0])
         else:
             self._step(body, channel)
-        arrays = (self._observations, self._last, self._rewards, self._ends, self._success)
-        return b"=" + b"".join(array.tobytes() for array in arrays)
+        return memoryview(self._memory)[3:]
 
     def _draw(self) -> bytes:
         """Return height, width (u4) and colors (u1 [height, width, 3]) of the first environment."""

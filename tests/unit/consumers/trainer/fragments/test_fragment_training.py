@@ -121,7 +121,8 @@ def test_a_generator_computes_the_log_probabilities_of_the_trainer(shape: Policy
     if shape.picture is not None:
         observations = rng.integers(0, 256, (16, shape.size), np.uint8)
     outputs = policy.outputs(observations)
-    actions = policy.sample(outputs, np.random.default_rng(1), greedy=False)
+    actions, logprobs = policy.sample(outputs, np.random.default_rng(1), greedy=False)
+    np.testing.assert_array_equal(logprobs, policy.logprobs(outputs, actions))
     taken = torch.from_numpy(actions) if shape.continuous else torch.from_numpy(actions).long()
     expected = actor(torch.from_numpy(observations), taken)[0].detach().numpy()
     np.testing.assert_allclose(policy.logprobs(outputs, actions), expected, atol=1e-5)
@@ -215,9 +216,7 @@ def learn(
         policy = Perceptron.of(tensors, PolicyShape.read(folder))
 
         def act(seen: Any, rng: Any, policy: Perceptron = policy) -> Acted:
-            outputs = policy.outputs(seen)
-            actions = policy.sample(outputs, rng, greedy=False)
-            return Acted(actions, policy.logprobs(outputs, actions), 0)
+            return Acted(*policy.sample(policy.outputs(seen), rng, greedy=False), 0)
 
         found = play_group(collector, number, 8, act) if grouped else [collector.collect(16, act)]
         samples: list[Any] = []

@@ -63,9 +63,7 @@ def play(collector: FragmentCollector, step: PpoStep, folder: Path) -> Collected
     )
 
     def act(seen: Any, rng: np.random.Generator) -> Acted:
-        outputs = policy.outputs(seen)
-        actions = policy.sample(outputs, rng, greedy=False)
-        return Acted(actions, policy.logprobs(outputs, actions), 0)
+        return Acted(*policy.sample(policy.outputs(seen), rng, greedy=False), 0)
 
     found = collector.collect(16, act)
     assert found is not None
