@@ -35,8 +35,8 @@ from schemas.messages.fragments import TRUNCATED, Fragment
 MOST_LOSSES, FEW_STEPS = 3, 16
 """How often in a row a process may be lost within so few steps, before the fragment fails."""
 MOST_GROUPS = 8
-"""A group has two processes or more: with as many groups as that allows, sixteen environments that step in 5 ms have a
-seventh more steps a second than with two groups. Each group costs a forward of the policy."""
+"""There are half as many groups as processes, at least two and at most this many. With eight, sixteen environments that
+step in 5 ms have a seventh more steps a second than with two. Each group costs a forward of the policy."""
 _UNKNOWN = 2
 
 

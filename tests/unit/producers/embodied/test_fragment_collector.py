@@ -92,6 +92,22 @@ def test_others_go_on_while_a_process_is_replaced() -> None:
         assert found.fragment.numpy()["ends"].sum(0).tolist() == [2, 2]
 
 
+def test_of_a_group_of_processes_the_one_that_is_lost_alone_begins_again() -> None:
+    """Of five environments in four processes the last has two, and is lost at its 40th step; it forms a group with the
+    third."""
+    with collector(5, 4, length=1000, fault="crash", at=40) as made:
+        found = made.collect(30, act)
+    assert found is not None
+    columns = found.fragment.numpy()
+    for i in range(3):
+        assert columns["observations"][:, i, 0].tolist() == list(range(31))
+    for i in (3, 4):
+        assert columns["observations"][:, i, 0].tolist() == [*range(19), *range(12)]
+    assert columns["ends"].sum(0).tolist() == [0, 0, 0, 2, 2]
+    assert columns["rewards"].sum() == 150
+    assert found.episodes.metrics() == {"restarts": 1}
+
+
 def test_a_process_that_is_lost_again_and_again_fails_the_fragment() -> None:
     with (
         collector(fault="raise", at=2) as made,
