@@ -35,8 +35,8 @@ from schemas.run_folder import surviving_lines
 EXAMPLE = Path(__file__).parents[2] / "examples" / "completion" / "config.yaml"
 NAME = "live-users"
 VICTIMS = ("generator-0", "control", "broker")
-BATCH, STALENESS, WINDOW, HELD = 64, 10, 257, 300
-"""With these a reward may be a minute late at ten conversations a second. HELD: conversations at once."""
+BATCH, STALENESS, WINDOW = 64, 10, 257
+"""With these a reward may be a minute late at ten conversations a second."""
 STALL_S = 600.0
 """A run without a step for so long stands still."""
 CLI = (sys.executable, "-P", "-m", "deploy.cli")
@@ -76,7 +76,9 @@ class Editors(Users):
         self._keeps = load("lines.py:keeps", "example", EXAMPLE.parent)
         self.kept: list[float] = []
         self.rewarded: dict[str, float] = {}
-        self.counts: dict[str, int] = dict.fromkeys(("begun", "given_up", "repeated", "changed", "refused"), 0)
+        self.counts: dict[str, int] = dict.fromkeys(
+            ("begun", "talked", "given_up", "repeated", "changed", "refused"), 0
+        )
 
     async def converse(self, client: openai.AsyncOpenAI, number: int) -> float:
         """Ask for one completion; 1.0 if it is kept."""
@@ -100,7 +102,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--conversations", type=int, default=4000, help="that are trained")
     parser.add_argument("--kills", type=int, default=5, help="of each of the three")
-    parser.add_argument("--lr", type=float, default=4e-4)
+    parser.add_argument("--users", type=int, default=120, help="Conversations at once: more of them are older rewards.")
+    parser.add_argument("--lr", type=float, default=3e-4)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("runs/live-users"), help="a new folder")
     given = parser.parse_args()
@@ -111,16 +114,21 @@ def main() -> None:
             changed = settings(out, server.url, steps, given.lr)
             run = subprocess.Popen([*CLI, "up", str(EXAMPLE), *changed], stdout=log, stderr=subprocess.STDOUT)
         users = Editors(out / "run", given.seed)
-        asyncio.run(play(run, users, server, out / "run", steps, given.kills))
+        asyncio.run(play(run, users, server, out / "run", steps, given))
         print(json.dumps({"kept": tenths(users.kept), **users.counts}), flush=True)
         print(json.dumps(what_became(users, server, out / "run")), flush=True)
 
 
 async def play(
-    run: subprocess.Popen[bytes], users: Users, server: EmbeddedServer, folder: Path, steps: int, kills: int
+    run: subprocess.Popen[bytes],
+    users: Users,
+    server: EmbeddedServer,
+    folder: Path,
+    steps: int,
+    given: argparse.Namespace,
 ) -> None:
     """Talk until the run ends, and kill a victim each time that another part of the steps is trained."""
-    talking = asyncio.create_task(users.talk(HELD))
+    talking, kills = asyncio.create_task(users.talk(given.users)), given.kills
     marks = [steps * (k + 1) // (len(VICTIMS) * kills + 1) for k in range(len(VICTIMS) * kills)]
     trained, since = 0, time.monotonic()
     try:
