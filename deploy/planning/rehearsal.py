@@ -10,6 +10,7 @@ from collections import Counter
 from dataclasses import asdict, replace
 from typing import Any, cast
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -216,7 +217,7 @@ def _images(config: TidemillConfig, lengths: Tensor, width: int) -> ImageBatch |
     # A system gives memory for zeros once it is written.
     patches = torch.zeros(sum(math.prod(grid) for grid in grids), 3 * settings.temporal * settings.patch**2)
     positions = torch.arange(width).expand(3, len(sides), width).contiguous()
-    return ImageBatch(patches, torch.tensor(grids), marks, positions)
+    return ImageBatch(patches, np.array(grids), marks, positions)
 
 
 def micro_batches(config: TidemillConfig, tokens: int, parts: int) -> int:
@@ -253,7 +254,7 @@ def _measure(
     batch = [laid_out(batch[0], step.policy)] * len(batch)
     ledger.add([*weights, *buffers, *states])
     base = ledger.live
-    images = [] if batch[0].images is None else list(vars(batch[0].images).values())
+    images = [] if batch[0].images is None else batch[0].images.tensors
     ledger.add([*vars(batch[0]).values(), *images])
     ledger.restart()
     shapes.work = WorkLedger()

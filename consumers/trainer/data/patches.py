@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -27,17 +28,29 @@ class ImageBatch:
     """The I images of a micro-batch of R rows of at most T tokens.
 
     patches: float32 [P, D]. grids: int64 [I, 3], patches of each in time, down and across; in the order of the rows.
-    marks: bool [R, T], the tokens that stand for images. positions: int64 [3, R, T].
+    marks: bool [R, T], the tokens that stand for images. positions: int64 [3, R, T]. layout: what a vision tower
+    computes from the grids; None until it has. Arrays stay on the host, where to read them waits for no device.
     """
 
     patches: Tensor
-    grids: Tensor
+    grids: npt.NDArray[np.int64]
     marks: Tensor
     positions: Tensor
+    layout: Mapping[str, Any] | None = None
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All tensors."""
+        found = [*vars(self).values(), *(self.layout or {}).values()]
+        return [value for value in found if isinstance(value, Tensor)]
 
     def to(self, device: torch.device) -> ImageBatch:
         """Copy all tensors to another device."""
-        return ImageBatch(*(value.to(device) for value in (self.patches, self.grids, self.marks, self.positions)))
+        patches, marks, positions = (value.to(device) for value in (self.patches, self.marks, self.positions))
+        layout = self.layout and {
+            name: value.to(device) if isinstance(value, Tensor) else value for name, value in self.layout.items()
+        }
+        return ImageBatch(patches, self.grids, marks, positions, layout)
 
 
 @dataclass(frozen=True)
@@ -66,7 +79,7 @@ class ImageFiles:
             grids = [cut[image.digest][1] for image in images]
             positions[:, r] = positions_of(images, grids, length, self.settings.merge)
         patches, grids_I3 = join_patches([cut[image.digest] for images in rows for image in images])
-        return ImageBatch(*(torch.from_numpy(array) for array in (patches, grids_I3, marks, positions)))
+        return ImageBatch(torch.from_numpy(patches), grids_I3, torch.from_numpy(marks), torch.from_numpy(positions))
 
     def _file(self, digest: str) -> bytes:
         if digest not in self.files:

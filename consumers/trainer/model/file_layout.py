@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.placement_types import Shard
+from torch.distributed.tensor.placement_types import Placement, Shard
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
@@ -188,6 +188,10 @@ class FileLayout:
                 part = local_part(sources[0])
                 for own, block in own_blocks(sources[0]) if _writes(sources[0], rank) else ():
                     yield Piece(self, conversion, [part[own]], dtype, [each.start for each in block])
+            elif conversion.by_rows and isinstance(sources[0], DTensor):
+                for first, rows in _gathered_rows(sources[0], dtype):
+                    if _writes(sources[0], rank, gathered=True):
+                        yield Piece(self, conversion, [rows], dtype, [first], gathered=True)
             elif world > 1 and any(isinstance(source, DTensor) for source in sources):
                 gathered = [whole(source, dtype) for source in sources]
                 if rank == (0 if file.blind else number % world):
@@ -375,13 +379,39 @@ def _apart(conversion: TensorConversion, sources: Sequence[Tensor]) -> bool:
     return conversion.by_rows and all(how.is_replicate() or cast(Shard, how).dim == 0 for how in cut)
 
 
-def _writes(tensor: Tensor, rank: int) -> bool:
-    """Return whether this rank writes its part: of several that hold the same, one does."""
+def _gathered_rows(tensor: DTensor, dtype: torch.dtype) -> Iterator[tuple[int, Tensor]]:
+    """Yield ``ROWS`` at a time of the rows of which this rank has parts, whole, each with the number of the first.
+
+    All ranks that have parts of the same rows must go through them at the same time.
+    """
+    named = zip(tensor.device_mesh.mesh_dim_names or (), tensor.placements, strict=True)
+    across = [(name, how) for name, how in named if _in_row(how)]
+    mesh, local = tensor.device_mesh[tuple(name for name, _ in across)], tensor.to_local()
+    for start, stop, first in sorted(
+        {(own[0].start, own[0].stop, there[0].start) for own, there in own_blocks(tensor)}
+    ):
+        for row in range(start, stop, ROWS):
+            part = local[row : min(row + ROWS, stop)].to(dtype)
+            shape = torch.Size([len(part), *tensor.shape[1:]])
+            stride = torch.empty(shape, device="meta").stride()
+            whole_rows = DTensor.from_local(part, mesh, [how for _, how in across], shape=shape, stride=stride)
+            yield first + row - start, whole_rows.full_tensor()
+
+
+def _writes(tensor: Tensor, rank: int, gathered: bool = False) -> bool:
+    """Return whether this rank writes its part: of several that hold the same, one does. gathered: see above."""
     if not isinstance(tensor, DTensor):
         return rank == 0
     # Of several meshes that hold the same, that of rank 0 writes.
     places = zip(tensor.device_mesh.get_coordinate() or (), tensor.placements, strict=True)
-    return 0 in tensor.device_mesh.mesh and not any(place and how.is_replicate() for place, how in places)
+    others = (how for place, how in places if place)
+    same = (how.is_replicate() or (gathered and _in_row(how)) for how in others)
+    return 0 in tensor.device_mesh.mesh and not any(same)
+
+
+def _in_row(how: Placement) -> bool:
+    """Return whether each row is cut."""
+    return not how.is_replicate() and cast(Shard, how).dim != 0
 
 
 def _bytes(tensor: Tensor, dtype: torch.dtype) -> memoryview:

@@ -5,11 +5,19 @@ tokens stand for an image is known by position, because the policy may sample th
 parts of the model are called here one by one, and a trial run compares the outcome with the model's own forward pass.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.utils.generic import get_max_seqlen
+from transformers.vision_utils import (
+    get_vision_cu_seqlens,
+    get_vision_interpolation_indices_and_weights,
+    get_vision_position_ids,
+    get_vision_window_index,
+)
 
 from consumers.trainer.data.packed import Packed
 from consumers.trainer.data.patches import ImageBatch, probe_batch
@@ -48,9 +56,38 @@ class VisionTower:
         self.token = token
         self.always = False
         """Whether the tower also runs without images: ranks that share it must run it equally often."""
+        self._probe: ImageBatch | None = None
+        """What it runs on then."""
         if frozen:
             base.visual.requires_grad_(False)
         self._check(model)
+
+    def lay_out(self, base: Any, images: ImageBatch) -> ImageBatch:
+        """Return images with what the forward pass of the tower else computes from their grids and waits for."""
+        if images.layout is not None or base.config.model_type not in FAMILIES:
+            return images
+        visual, grids = base.visual, torch.from_numpy(images.grids)
+        layout: dict[str, Any] = {"position_ids": get_vision_position_ids(grids, visual.spatial_merge_size)}
+        bounds = {"seqlen": get_vision_cu_seqlens(grids)}
+        if hasattr(visual, "window_size"):
+            layout["window_index"], bounds["window_seqlen"] = get_vision_window_index(
+                grids, visual.spatial_merge_size, visual.window_size, visual.patch_size
+            )
+        else:
+            layout["interp_indices"], layout["interp_weights"] = get_vision_interpolation_indices_and_weights(
+                grids,
+                visual.num_grid_per_side,
+                visual.interpolation_mode,
+                visual.interpolation_align_corners,
+                visual.spatial_merge_size,
+            )
+        for name, ends in bounds.items():
+            longest = get_max_seqlen(ends, visual.config)
+            # A flash kernel reads the bounds on its device. For others transformers cuts by them, on the host.
+            layout[f"cu_{name}s"] = ends.numpy() if longest is None else ends
+            if longest is not None:
+                layout[f"max_{name}"] = longest
+        return replace(images, layout=layout)
 
     def probe_tokens(self, model: PreTrainedModel) -> tuple[list[int], tuple[int, int]]:
         """Return the tokens of the fixed image with those that open and close it, and the range of its own."""
@@ -75,22 +112,32 @@ class VisionTower:
             else:
                 marks = packed.tokens_of(images.marks)[None]
                 positions = packed.tokens_of(images.positions.movedim(0, -1)).T[:, None]
-            features, deep = self._features(base, images.patches, images.grids)
+            features, deep = self._features(base, images)
             embeddings = embeddings.masked_scatter(marks[..., None], features.to(embeddings.dtype))
             found["position_ids"] = positions
             if deep:
-                found |= {"visual_pos_masks": marks, "deepstack_visual_embeds": deep}
+                # The host would wait for a mask as index: all rows get something added, by number, and text zeros.
+                zeros = torch.zeros_like(embeddings)
+                found["deepstack_visual_embeds"] = [
+                    zeros.masked_scatter(marks[..., None], part.to(zeros.dtype)) for part in deep
+                ]
+                found["visual_pos_masks"] = torch.arange(len(embeddings), device=embeddings.device)
         elif self.always:
-            probe = probe_batch(self.settings).to(embeddings.device)
-            features, deep = self._features(base, probe.patches, probe.grids)
+            if self._probe is None or self._probe.patches.device != embeddings.device:
+                self._probe = self.lay_out(base, probe_batch(self.settings)).to(embeddings.device)
+            features, deep = self._features(base, self._probe)
             # What the other ranks wait for; it changes nothing.
             embeddings = embeddings + 0.0 * torch.stack([part.sum() for part in (features, *deep)]).sum()
         return {"inputs_embeds": embeddings, **found}
 
-    def _features(self, base: Any, patches: Tensor, grids: Tensor) -> tuple[Tensor, list[Tensor]]:
+    def _features(self, base: Any, images: ImageBatch) -> tuple[Tensor, list[Tensor]]:
         """Run the tower on images: features [tokens, H], and those for further layers of the text."""
+        device = images.patches.device
+        found = self.lay_out(base, images).to(device)
+        # With a layout, the tower only counts by the grids.
+        grids: Any = torch.from_numpy(found.grids).to(device) if found.layout is None else found.grids
         with torch.set_grad_enabled(torch.is_grad_enabled() and not self.frozen):
-            out = base.get_image_features(patches, grids, return_dict=True)
+            out = base.get_image_features(found.patches, grids, return_dict=True, **(found.layout or {}))
         deep = [torch.cat(list(part)) for part in getattr(out, "deepstack_features", None) or []]
         return torch.cat(list(out.pooler_output)), deep
 
@@ -110,7 +157,7 @@ class VisionTower:
             own = base(
                 input_ids=ids,
                 pixel_values=images.patches,
-                image_grid_thw=images.grids,
+                image_grid_thw=torch.from_numpy(images.grids).to(model.device),
                 mm_token_type_ids=types,
                 use_cache=False,
             ).last_hidden_state

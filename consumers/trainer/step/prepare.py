@@ -5,7 +5,6 @@ whole step. None of them costs a forward pass unless the configuration asks for 
 """
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 import torch
@@ -48,17 +47,21 @@ class Preparation:
         flags = self.lora_off or self.score_proximal or self.normalise or bool(self.kl_in_reward)
         return flags or any(each is not None for each in asked)
 
+    def run_on_host(self, batch: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
+        """Add to micro-batches that have not left the host what a reference in main memory computes of them."""
+        if self.reference is None or self.reference.device.type != "cpu":
+            return batch
+        return self._with_reference(self.reference, batch)
+
     def run(
         self, policy: Policy, batch: Sequence[MicroBatch], version: int, all_reduce_sum: AllReduceSum
     ) -> Sequence[MicroBatch]:
         """Prepare all micro-batches of this rank, which are on the policy's device."""
-        if self.reference is not None or self.lora_off:
-            with adapter_off(policy) if self.lora_off else nullcontext():
-                reference = self.reference or policy
-                batch = [replace(micro, reference_logprobs=self._score(reference, micro)) for micro in batch]
-            if isinstance(self.reference, FSDPModule):
-                # A pass without a gradient leaves the gathered embeddings and head behind.
-                self.reference.reshard()
+        if self.reference is not None and batch[0].reference_logprobs is None:
+            batch = self._with_reference(self.reference, batch)
+        elif self.lora_off:
+            with adapter_off(policy):
+                batch = self._with_reference(policy, batch)
         if self.critic is not None:
             batch = [replace(micro, values=self.critic.values(micro)) for micro in batch]
         batch = self._with_advantages(batch, all_reduce_sum)
@@ -77,6 +80,13 @@ class Preparation:
             replace(micro, proximal_logprobs=seen.proximal_logprobs, kept=chosen)
             for micro, seen, chosen in zip(batch, inputs, kept, strict=True)
         ]
+
+    def _with_reference(self, reference: Policy, batch: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
+        batch = [replace(micro, reference_logprobs=self._score(reference, micro)) for micro in batch]
+        if reference is self.reference and isinstance(reference, FSDPModule):
+            # A pass without a gradient leaves the gathered embeddings and head behind.
+            reference.reshard()
+        return batch
 
     def _with_advantages(self, batch: Sequence[MicroBatch], all_reduce_sum: AllReduceSum) -> Sequence[MicroBatch]:
         """Compute advantages of single tokens, with the KL penalty taken off what comes after each token."""

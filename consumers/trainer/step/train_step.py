@@ -63,9 +63,10 @@ class TrainStep(Learner):
         """Update the weights for each minibatch of each epoch; ``version`` is that of the weights before the step."""
         timer = StepTimer()
         with timer.phase("prepare"):
-            micro_batches: Sequence[MicroBatch] = [
-                laid_out(micro, self.policy).to(self.policy.device) for micro in batch.micro_batches
-            ]
+            micro_batches: Sequence[MicroBatch] = [laid_out(micro, self.policy) for micro in batch.micro_batches]
+            if self.preparation is not None:
+                micro_batches = self.preparation.run_on_host(micro_batches)
+            micro_batches = [micro.to(self.policy.device) for micro in micro_batches]
             if self.preparation is not None:
                 micro_batches = self.preparation.run(self.policy, micro_batches, version, self.ranks.all_reduce_sum)
         lr = self.schedule.at(self.schedule.done + 1)
@@ -149,7 +150,10 @@ def laid_out(micro: MicroBatch, policy: Policy) -> MicroBatch:
     if micro.layout is not None:
         return micro
     layout = policy.lay_out(micro.tokens, micro.mask, micro.lengths, micro.temperatures, micro.routed_experts)
-    return replace(micro, layout=layout)
+    images = micro.images
+    if images is not None and policy.vision is not None:
+        images = policy.vision.lay_out(policy.causal_lm.base_model, images)
+    return replace(micro, layout=layout, images=images)
 
 
 def _cut(micro_batches: Sequence[MicroBatch], updates: Sequence[int]) -> list[Sequence[MicroBatch]]:

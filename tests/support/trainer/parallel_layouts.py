@@ -173,14 +173,14 @@ def run_case(case: Case, ranks: Ranks, folder: Path) -> dict[str, Any]:
 def publish(policy: Policy, ranks: Ranks, folder: Path, seen: bool, case: Case) -> bool:
     """Write a version; True if the file has the weights of rank 0's model, as transformers would save them.
 
-    seen: whether all ranks see its folder. Only experts that are cut are gathered; copies have 64 elements, or a row.
+    seen: whether all ranks see its folder. No tensor is gathered, of experts that are cut three at a time; copies have
+    64 elements, or a row.
     """
     path = folder / "version"
     mark = ranks.broadcast_text(Snapshots.create(path) if ranks.is_main else "")
     here = path if seen or ranks.is_main else folder / "nowhere"
-    cut = case.experts and ranks.layout.tensor > ranks.layout.expert
-    checked = {"whole": whole if cut else _refuse, "_bytes": _bytes if case.experts else _few_bytes}
-    with patch.multiple(file_layout, BUCKET=64, SENT=256, **checked):
+    checked = {"whole": _refuse, "_bytes": _bytes if case.experts else _few_bytes}
+    with patch.multiple(file_layout, BUCKET=64, SENT=256, ROWS=3, **checked):
         Snapshots(policy, "bfloat16", ranks).take(here, mark).fill()
     wanted = {name: whole(tensor, torch.bfloat16) for name, tensor in named_weights(policy)}
     if not ranks.is_main:

@@ -3,7 +3,7 @@
 import json
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, cast, get_args
 
 import pytest
 import torch
@@ -90,7 +90,7 @@ def test_a_vision_model_has_the_bytes_of_its_tower_and_images(tmp_path: Path, fa
     assert images is not None
     assert len(images.grids) == 4
     # Real ones were there before the step was measured.
-    held = sum(each.nbytes for each in vars(images).values())
+    held = sum(each.nbytes for each in images.tensors)
     peak = sum(rehearsed[name] for name in ("gradients", "activations", "temporary"))
     assert peak == pytest.approx(real["peak"] + held, rel=PEAK_TOLERANCE)
 
@@ -175,6 +175,8 @@ SEQUENCE_RULE = {"measure": "k1", "level": "sequence", "upper": 1.0}
         pytest.param("dense", {"lora": {"rank": 4}, "kl": {"coef": 0.1}}, [], [], marks=MORE),
         pytest.param("mixture", {}, [], EXPERTS, marks=MORE),
         pytest.param("mixture", {"router_replay": True}, [], [*EXPERTS, "model/router_replay.py"], marks=MORE),
+        pytest.param("qwen2_5_vl", {}, [], [], marks=MORE),
+        ("qwen3_vl", {}, [], []),
     ],
 )
 def test_the_host_waits_for_a_device_once_a_step_where_it_is_known_and_in_no_micro_batch(
@@ -183,9 +185,14 @@ def test_the_host_waits_for_a_device_once_a_step_where_it_is_known_and_in_no_mic
     """Before the first backward pass for advantages that are whitened, after the last for metrics and the norm."""
     if kind == "mixture":
         build_mixture().save_pretrained(tmp_path)
-    else:
+    elif kind == "dense":
         make_tiny_model(tmp_path)
-    found = rehearse_apart(configuration(tmp_path, **trainer), 2)
+    else:
+        write_tiny_vision_model(tmp_path, cast(Family, kind))
+    config = configuration(tmp_path, **trainer)
+    if kind in get_args(Family):
+        config = config.model_copy(update={"model": config.model.model_copy(update={"kind": "vision"})})
+    found = rehearse_apart(config, 2)
     assert found["waits"] == before
     files = {wait.split()[0] for wait in found["step_waits"]}
     assert files == {"distributed/ranks.py", "metrics/step_metrics.py", *once}

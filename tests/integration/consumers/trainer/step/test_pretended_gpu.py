@@ -8,8 +8,11 @@ import pytest
 import torch
 from transformers import AutoModelForImageTextToText
 
+from consumers.trainer.data.collate import MicroBatch
 from consumers.trainer.distributed.ranks import Ranks
+from consumers.trainer.model.policy import Policy
 from consumers.trainer.model.vision import VisionTower
+from consumers.trainer.step.prepare import Preparation
 from deploy.offline.tiny_vision_model import Family, write_tiny_vision_model
 from producers.engines.base import EngineSettings
 from producers.engines.transformers.engine import TransformersEngine
@@ -56,6 +59,25 @@ def test_algorithms_and_trainers_without_generators(gpu: torch.device, tmp_path:
 def test_an_adapter(gpu: torch.device, tmp_path: Path) -> None:
     found = algorithm(Ranks(), str(make_tiny_model(tmp_path, hidden=32, layers=1)), "", LORA)
     assert found["metrics"][1]["kl"] > 0
+
+
+def test_a_reference_in_main_memory_reads_nothing_from_the_gpu(
+    gpu: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The host would wait for the GPU, which may have much to do."""
+    places: list[torch.device] = []
+    score = Preparation._score
+
+    def noted(self: Preparation, policy: Policy, micro: MicroBatch, replayed: bool = False) -> torch.Tensor:
+        assert policy.device == micro.tokens.device
+        places.append(policy.device)
+        return score(self, policy, micro, replayed)
+
+    monkeypatch.setattr(Preparation, "_score", noted)
+    model, other = (str(make_tiny_model(tmp_path / str(seed), seed=seed, hidden=32, layers=1)) for seed in (0, 1))
+    found = algorithm(Ranks(), model, other, {"kl": {"coef": 0.5, "device": "cpu"}})
+    assert {*places} == {torch.device("cpu")}
+    assert found["metrics"][0]["kl"] > 0
 
 
 @pytest.mark.parametrize("family", FAMILIES)

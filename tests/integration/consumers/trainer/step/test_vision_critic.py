@@ -67,7 +67,7 @@ def test_a_value_is_that_of_the_models_own_forward(model: Path, tmp_path: Path, 
         hidden = base(
             input_ids=ids,
             pixel_values=micro.images.patches,
-            image_grid_thw=micro.images.grids,
+            image_grid_thw=torch.from_numpy(micro.images.grids),
             mm_token_type_ids=torch.zeros_like(ids).masked_fill(micro.images.marks[:, : ids.shape[1]], 1),
             use_cache=False,
         ).last_hidden_state
