@@ -82,7 +82,7 @@ def train_on_pairs(
         raise ConfigError(
             f"trainer.parallel.context {ranks.layout.context}: a reward model reads whole sequences; set it to 1"
         )
-    check_model(model.path, ranks.layout, model.trust_remote_code, model.max_length)
+    check_model(model.path, ranks.layout, model.trust_remote_code)
     name = "dpo" if isinstance(settings, DpoConfig) else "reward_model"
     with whole_folder(settings.out, f"{name}.out", main=ranks.is_main) as aside:
         tokenizer = load_tokenizer(model.path)
@@ -118,12 +118,12 @@ def _prepare_dpo(
     """Return the policy, its margins relative to the reference, and whether both are packed."""
 
     def load(dtype: str) -> Policy:
-        empty, longest = not ranks.is_main, model.max_length
-        loaded = load_model(model.path, dtype, model.trust_remote_code, places is not None, empty, longest)
+        empty = not ranks.is_main
+        loaded = load_model(model.path, dtype, model.trust_remote_code, places is not None, empty, model.max_length)
         tower = None if places is None else VisionTower(loaded, places.settings, model.freeze_vision)
         if tower is not None:
             tower.always = ranks.world > 1
-        found = Policy(loaded, vision=tower, max_length=longest)
+        found = Policy(loaded, vision=tower)
         found.share_prefixes = limits.share_prefixes
         return found
 

@@ -78,7 +78,7 @@ def layouts(config: TidemillConfig, ranks: int) -> list[PlanChange]:
             parallel = ParallelConfig(tensor=tensor, context=context, replicate=replicate, expert=expert)
             try:
                 layout = Layout.of(ranks, parallel)
-                check_model(config.model.path, layout, config.model.trust_remote_code, config.model.max_length)
+                check_model(config.model.path, layout, config.model.trust_remote_code)
             except ConfigError:
                 continue
             sizes_of = {name: size for name, size in parallel.model_dump().items() if size > 1}

@@ -68,7 +68,7 @@ def rehearse(config: TidemillConfig, ranks: int, on_gpu: bool = True) -> StepSiz
         joined.prepare = lambda model, *_: model  # type: ignore[method-assign]
     # A mesh asks tensors for values: make all that the step uses before there are none.
     _ = joined.mesh, joined._sharding_mesh, joined._data_group
-    check_model(config.model.path, joined.layout, config.model.trust_remote_code, config.model.max_length)
+    check_model(config.model.path, joined.layout, config.model.trust_remote_code)
     tried = try_small(config)
     if on_gpu:
         packing.KERNELS["each"] = packing.KERNELS["varlen"]
@@ -138,7 +138,7 @@ def _empty_policy(
     tower = VisionTower(causal_lm, image_settings_of(model), model.freeze_vision) if vision else None
     adapter = None if settings is None else adapt(causal_lm, settings, "", config.run.seed)
     # It tries nothing on a model without weights.
-    policy = Policy(causal_lm, adapter, tower, max_length=model.max_length)
+    policy = Policy(causal_lm, adapter, tower)
     policy.adopt(tried)
     trained = {name: p.requires_grad for name, p in causal_lm.named_parameters()}
     _empty(causal_lm, fake)
@@ -154,7 +154,7 @@ def _empty_critic(
     model = config.model
     path = settings.model or model.path
     causal_lm = load_model(path, "float32", model.trust_remote_code, empty=True, max_length=model.max_length)
-    critic = Critic(causal_lm, model.max_length)
+    critic = Critic(causal_lm)
     critic.adopt(tried)
     _empty(causal_lm, fake)
     return critic

@@ -105,7 +105,7 @@ def try_small(config: TidemillConfig) -> dict[str, bool]:
     try:
         kind: Any = AutoModelForImageTextToText if config.model.kind == "vision" else AutoModelForCausalLM
         model = kind.from_config(shrink(settings), dtype=torch.float32)
-        return Policy(model.eval(), max_length=config.model.max_length).tried
+        return Policy(model.eval()).tried
     except (ValueError, TypeError, RuntimeError, AttributeError) as error:
         raise ConfigError(
             f"model.path {config.model.path!r} ({settings.model_type}) cannot be sized: a small model of this kind"

@@ -15,7 +15,6 @@ from schemas.config import ParallelConfig
 from schemas.errors import ConfigError
 from schemas.model_folder import resolve_folder
 
-_PLAIN_LAYERS = {"full_attention"}
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _WIDTHS = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size")
 """Sizes of which tensor parallelism gives every rank an equal part; a vocabulary that does not divide stays whole."""
@@ -66,13 +65,8 @@ class Layout:
         return {name: size for name, size in asdict(self).items() if name != "shard"}
 
 
-def check_model(
-    path: str | Path, layout: Layout, trust_remote_code: bool = False, max_length: int | None = None
-) -> None:
-    """Refuse, by its config.json alone, a model that a layout cannot cut: ConfigError says what does not divide.
-
-    max_length: tokens of the longest row, None if it is not known.
-    """
+def check_model(path: str | Path, layout: Layout, trust_remote_code: bool = False) -> None:
+    """Refuse, by its config.json alone, a model that a layout cannot cut: ConfigError says what does not divide."""
     if layout.tensor == 1 and layout.context == 1:
         return
     try:
@@ -81,23 +75,24 @@ def check_model(
         ).get_text_config()
     except (OSError, ValueError) as error:
         raise ConfigError(f"model.path {str(path)!r} cannot be loaded: {str(error).splitlines()[0]}") from error
-    problem = _tensor_problem(config, layout) or _context_problem(config, layout, max_length)
+    problem = _tensor_problem(config, layout) or _context_problem(config, layout)
     if problem is not None:
         raise ConfigError(f"model {str(path)!r} ({config.model_type}): {problem}")
 
 
-def has_plain_attention(config: Any, max_length: int | None = None) -> bool:
-    """Return whether each layer of a model attends to all tokens before: no windows, chunks or running state.
+def has_plain_attention(config: Any) -> bool:
+    """Return whether each layer of a model attends to the tokens before it: all of them, or those of a window.
 
-    max_length: tokens of the longest row; a window of as many leaves nothing out. None: every window counts.
+    Others have chunks, or a state that runs on.
     """
-    kinds = set(getattr(config, "layer_types", None) or ())
-    window = getattr(config, "sliding_window", None)
-    if window and max_length is not None and window >= max_length:
-        return kinds <= {*_PLAIN_LAYERS, "sliding_attention"}
-    if kinds:
-        return kinds <= _PLAIN_LAYERS
-    return not (window and getattr(config, "use_sliding_window", True))
+    return set(getattr(config, "layer_types", None) or ()) <= {"full_attention", "sliding_attention"}
+
+
+def has_windows(config: Any) -> bool:
+    """Return whether some layer of a model attends to a window that is shorter than its longest sequence."""
+    window, kinds = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
+    in_use = "sliding_attention" in kinds if kinds else True
+    return bool(window) and in_use and window < config.max_position_embeddings
 
 
 def number_of_experts(config: Any) -> int:
@@ -137,13 +132,13 @@ def _tensor_problem(config: Any, layout: Layout) -> str | None:
     return None
 
 
-def _context_problem(config: Any, layout: Layout, max_length: int | None) -> str | None:
+def _context_problem(config: Any, layout: Layout) -> str | None:
     context, tensor = layout.context, layout.tensor
     if context == 1:
         return None
-    if not has_plain_attention(config, max_length):
+    if not has_plain_attention(config):
         return (
-            f"it has layers with windowed or linear attention, whose tokens cannot be exchanged for heads, so"
+            f"it has layers with chunked or linear attention, whose tokens cannot be exchanged for heads, so"
             f" trainer.parallel.context {context} must be 1"
         )
     heads, kv_heads = (number // tensor for number in _heads(config))

@@ -60,11 +60,11 @@ def load_policy(config: TidemillConfig, path: str, dtype: str, empty: bool = Fal
     adapted: as in ``load_model``.
     """
     model = config.model
-    vision, max_length = model.kind == "vision", model.max_length
-    causal_lm = load_model(path, dtype, model.trust_remote_code, vision, empty, max_length, adapted)
+    vision = model.kind == "vision"
+    causal_lm = load_model(path, dtype, model.trust_remote_code, vision, empty, model.max_length, adapted)
     tower = VisionTower(causal_lm, image_settings_of(model), model.freeze_vision) if vision else None
     output_tokens = find_tokens(model.path, model.output_tokens)
-    return Policy(causal_lm, vision=tower, max_length=max_length, output_tokens=output_tokens, exact=config.exact)
+    return Policy(causal_lm, vision=tower, output_tokens=output_tokens, exact=config.exact)
 
 
 def adapt(model: PreTrainedModel, settings: LoraConfig, base: str, seed: int) -> Adapter:

@@ -8,7 +8,8 @@ flex attention has no backward there.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from importlib.util import find_spec
 from itertools import groupby
@@ -27,18 +28,20 @@ from consumers.trainer.distributed.layout import has_plain_attention
 from schemas.arithmetic.attention import Places, attend_sequences
 
 KernelName: TypeAlias = Literal["flash_attn", "varlen", "each"]
-Kernel: TypeAlias = Callable[[Tensor, Tensor, Tensor, Bounds, float | None], Tensor]
-"""Attention of N tokens in R sequences: (query, key, value, bounds, scale) to [1, N, H, D].
+Kernel: TypeAlias = Callable[[Tensor, Tensor, Tensor, Bounds, float | None, int | None], Tensor]
+"""Attention of N tokens in R sequences: (query, key, value, bounds, scale, window) to [1, N, H, D].
 
 query: [1, H, N, D]. key, value: [1, H or fewer, N, D]. bounds: of the sequences. scale: of the scores, 1/sqrt(D) when
-None.
+None. window: how many tokens a token sees, itself the last of them; all before it when None.
 """
 OLDEST_GPU = (8, 0)
 """Lowest compute capability at which both flash kernels work."""
 LARGEST_HEAD = 256
 """Largest size of a head that both flash kernels take."""
-TRIED = (9, 257, 246)
-"""Tokens of the sequences with which a kernel is tried: more than one block of them."""
+TRIED, TRIED_WINDOW = (9, 257, 246), 100
+"""Tokens of the sequences, and of a window, with which a kernel is tried: more than one block of them."""
+SHORT = 3
+"""Tokens of each window in the trial of a model."""
 ATTENTION = "tidemill_packed"
 """Name of the attention. transformers makes no mask for it, for which it would read the positions."""
 
@@ -46,38 +49,55 @@ log = structlog.get_logger()
 
 
 @torch.no_grad()
-def switch_to_packing(model: PreTrainedModel, max_length: int | None = None) -> bool:
+def switch_to_packing(model: PreTrainedModel) -> bool:
     """Give the model packed attention if it computes the same with it, and return whether it does.
 
     Short sequences, two of which begin alike, are computed packed and side by side: a model with a state that runs on
     differs. So does one to which transformers gives a mask made from positions, which restart where a sequence begins,
-    but not where shared tokens end. Sliding windows and chunks show only in long sequences, so models that have them
-    stay as they are, unless the window covers ``max_length`` tokens, as do those with an attention of their own.
+    but not where shared tokens end. Sliding windows are made shorter than these sequences. Chunks show only in long
+    ones, so models that have them stay as they are, as do those with an attention of their own.
     """
     config = model.config.get_text_config()
     device = model.device
-    if device.type == "meta" or not has_plain_attention(config, max_length):
+    if device.type == "meta" or not has_plain_attention(config):
         return False
     tokens = torch.arange(1, 25, device=device).reshape(3, 8) % config.vocab_size
     tokens[2, :3] = tokens[0, :3]
     lengths = torch.tensor([8, 5, 6], device=device)
     layout = lay_out(tokens, torch.arange(8, device=device) < lengths[:, None], lengths, share=True)
-    alone = model.base_model(input_ids=tokens, use_cache=False).last_hidden_state
-    wanted = alone.flatten(0, 1)[layout.loss]
     former, found = model.config._attn_implementation, None
-    try:
-        use_packing(model)
-        # Of a model that keeps an attention of its own, rounding to 16 bits may hide what that makes of sequences.
-        if is_packed(model):
-            found = layout.states_of(model.base_model(**layout.arguments(tokens), use_cache=False).last_hidden_state)
-    except (TypeError, ValueError):
-        pass
+    with _short_windows(model):
+        alone = model.base_model(input_ids=tokens, use_cache=False).last_hidden_state
+        wanted = alone.flatten(0, 1)[layout.loss]
+        try:
+            use_packing(model)
+            # Of a model that keeps an attention of its own, rounding to 16 bits may hide what that makes of sequences.
+            if is_packed(model):
+                found = model.base_model(**layout.arguments(tokens), use_cache=False).last_hidden_state
+                found = layout.states_of(found)
+        except (TypeError, ValueError):
+            pass
     if found is not None and found.shape == wanted.shape:
         error = (found - wanted).float().norm() / alone.float().norm().clamp(min=1e-9)
         if float(error) < (1e-4 if found.dtype == torch.float32 else 3e-2):
             return True
     model.set_attn_implementation(former)
     return False
+
+
+@contextmanager
+def _short_windows(model: PreTrainedModel) -> Iterator[None]:
+    """Let windows be shorter than the sequences of a trial: in the configuration, of which transformers makes masks,
+    and in the layers, which tell the attention."""
+    holders: list[Any] = [model.config.get_text_config(), *model.modules()]
+    before = [(each, window) for each in holders if isinstance(window := getattr(each, "sliding_window", None), int)]
+    try:
+        for each, _ in before:
+            each.sliding_window = SHORT
+        yield
+    finally:
+        for each, window in before:
+            each.sliding_window = window
 
 
 def use_packing(model: PreTrainedModel) -> None:
@@ -109,34 +129,38 @@ def attend(
     query: [B, H, N, D]; key, value: [B, H or fewer, N, D]. Returns [B, N, H, D]. N is the number of tokens that this
     rank computes. ValueError if the model asks for another kind of attention.
     """
-    longest = key.shape[-2] if packed is None else packed.bounds.longest
-    if softcap is not None or s_aux is not None or (sliding_window is not None and sliding_window < longest):
-        raise ValueError("packed attention has no soft cap, no sinks and no sliding window that leaves tokens out")
+    if softcap is not None or s_aux is not None:
+        raise ValueError("packed attention has no soft cap and no sinks")
     if attention_mask is not None:
         raise ValueError("packed attention has no mask of the model's own")
     if packed is None:
-        return _attend_plainly(query, key, value, scaling).transpose(1, 2), None
+        return _attend_plainly(query, key, value, scaling, sliding_window).transpose(1, 2), None
     kernel = KERNELS[choose_kernel(query.device, query.dtype)]
     if packed.exact is not None:
         kernel = _exactly(kernel, packed.exact)
     if packed.shared is not None:
         shared = packed.shared
         query, key, value = (shared.to_all(tensor, 2) for tensor in (query, key, value))
-        return shared.to_distinct(kernel(query, key, value, packed.bounds, scaling), 1), None
+        return shared.to_distinct(kernel(query, key, value, packed.bounds, scaling, sliding_window), 1), None
     if packed.context is None:
-        return kernel(query, key, value, packed.bounds, scaling), None
+        return kernel(query, key, value, packed.bounds, scaling, sliding_window), None
     context = packed.context
     query, key, value = (exchange_to_heads(tensor, context) for tensor in (query, key, value))
-    out = kernel(query, key, value, packed.bounds, scaling)
+    out = kernel(query, key, value, packed.bounds, scaling, sliding_window)
     return exchange_to_tokens(out.transpose(1, 2), context).transpose(1, 2), None
 
 
 def _exactly(kernel: Kernel, places: Places) -> Kernel:
     """Compute in a fixed order, with the gradient of ``kernel``."""
 
-    def call(query: Tensor, key: Tensor, value: Tensor, bounds: Bounds, scale: float | None) -> Tensor:
+    def call(
+        query: Tensor, key: Tensor, value: Tensor, bounds: Bounds, scale: float | None, window: int | None
+    ) -> Tensor:
+        if window is not None and window < bounds.longest:
+            raise ValueError("exact mode has no sliding windows")
+
         def plain(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            return kernel(query, key, value, bounds, scale)
+            return kernel(query, key, value, bounds, scale, None)
 
         return attend_sequences(query, key, value, places, scale, plain)
 
@@ -164,35 +188,48 @@ def _flash(kernel: Kernel) -> Kernel:
     change neither scores nor values.
     """
 
-    def call(query: Tensor, key: Tensor, value: Tensor, bounds: Bounds, scale: float | None) -> Tensor:
+    def call(
+        query: Tensor, key: Tensor, value: Tensor, bounds: Bounds, scale: float | None, window: int | None
+    ) -> Tensor:
         size = value.shape[-1]
         width = -(-max(query.shape[-1], size) // 8) * 8
         if width > LARGEST_HEAD:
-            return cast(Tensor, _each(query, key, value, bounds, scale))
+            return cast(Tensor, _each(query, key, value, bounds, scale, window))
         scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
         query, key, value = (
             tensor if tensor.shape[-1] == width else F.pad(tensor, (0, width - tensor.shape[-1]))
             for tensor in (query, key, value)
         )
-        return kernel(query, key, value, bounds, scale).narrow(-1, 0, size)
+        return kernel(query, key, value, bounds, scale, window).narrow(-1, 0, size)
 
     return call
 
 
 @_flash
-def _flash_attn(query: Tensor, key: Tensor, value: Tensor, bounds: Bounds, scale: float | None) -> Tensor:
+def _flash_attn(
+    query: Tensor, key: Tensor, value: Tensor, bounds: Bounds, scale: float | None, window: int | None
+) -> Tensor:
     """Call the kernel of the package flash_attn, which takes grouped heads as they are (arXiv:2307.08691)."""
     from flash_attn import flash_attn_varlen_func
 
     starts, longest = bounds.starts, bounds.longest
     out = flash_attn_varlen_func(
-        *_flat(query, key, value), starts, starts, longest, longest, softmax_scale=scale, causal=True
+        *_flat(query, key, value),
+        starts,
+        starts,
+        longest,
+        longest,
+        softmax_scale=scale,
+        causal=True,
+        window_size=_before(window),
     )
     return cast(Tensor, out)[None]
 
 
 @_flash
-def _varlen(query: Tensor, key: Tensor, value: Tensor, bounds: Bounds, scale: float | None) -> Tensor:
+def _varlen(
+    query: Tensor, key: Tensor, value: Tensor, bounds: Bounds, scale: float | None, window: int | None
+) -> Tensor:
     out = varlen_attn(
         *_flat(query, key, value),
         bounds.starts,
@@ -200,14 +237,19 @@ def _varlen(query: Tensor, key: Tensor, value: Tensor, bounds: Bounds, scale: fl
         bounds.longest,
         bounds.longest,
         scale=scale,
-        window_size=(-1, 0),
+        window_size=_before(window),
         enable_gqa=_grouped(query, key),
     )
     return cast(Tensor, out)[None]
 
 
+def _before(window: int | None) -> tuple[int, int]:
+    """Return how many tokens before and after itself a token sees, as flash kernels want it: -1 for all."""
+    return (-1 if window is None else window - 1, 0)
+
+
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _each(query: Tensor, key: Tensor, value: Tensor, bounds: Bounds, scale: float | None) -> Tensor:
+def _each(query: Tensor, key: Tensor, value: Tensor, bounds: Bounds, scale: float | None, window: int | None) -> Tensor:
     # Not compiled: how many sequences there are would be a part of the program.
     # Neighbours of one length are one call, without any copy or padding: load_balancing.py puts them side by side.
     runs = [(length, len(list(same))) for length, same in groupby(bounds.lengths)]
@@ -217,19 +259,26 @@ def _each(query: Tensor, key: Tensor, value: Tensor, bounds: Bounds, scale: floa
     found = []
     for (length, count), part in zip(runs, parts, strict=True):
         q, k, v = (tensor[0].unflatten(1, (count, length)).transpose(0, 1) for tensor in part)
-        out = _attend_plainly(q, k, v, scale)
+        out = _attend_plainly(q, k, v, scale, window)
         found.append(out.transpose(1, 2).flatten(0, 1))
     return torch.cat(found)[None]
 
 
-def _attend_plainly(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
+def _attend_plainly(
+    query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None = None
+) -> Tensor:
     """Call PyTorch's causal attention, for [B, H, N, D]."""
     grouped = _grouped(query, key)
     if grouped and query.device.type != "cpu":
         # In float32 no kernel of a GPU takes grouped heads without scores of N x N.
         key, value = (tensor.repeat_interleave(query.shape[1] // key.shape[1], 1) for tensor in (key, value))
         grouped = False
-    return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=grouped)
+    length, mask = query.shape[-2], None
+    if window is not None and window < length:
+        mask = torch.ones(length, length, dtype=torch.bool, device=query.device).tril().triu(1 - window)
+    return F.scaled_dot_product_attention(
+        query, key, value, mask, is_causal=mask is None, scale=scale, enable_gqa=grouped
+    )
 
 
 def _flat(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -260,14 +309,16 @@ def try_kernel(config: Any, device: torch.device, dtype: torch.dtype) -> str:
     query, key, value = given = [
         torch.randn(1, count, total, width, device=device, dtype=dtype, requires_grad=True) for count, width in shapes
     ]
-    bounds = Bounds(TRIED, device)
+    bounds, problem = Bounds(TRIED, device), ""
+    windows = [None, TRIED_WINDOW] if getattr(config, "sliding_window", None) else [None]
     try:
-        found, wanted = (kernel(query, key, value, bounds, None) for kernel in (KERNELS[name], _each))
-        upstream = torch.randn_like(wanted)
-        gradients = zip(*(torch.autograd.grad(out, given, upstream) for out in (found, wanted)), strict=True)
-        problem = "" if _close(found, wanted) else "its result is wrong"
-        if not problem and not all(_close(*pair) for pair in gradients):
-            problem = "its gradient is wrong"
+        for window in windows:
+            found, wanted = (kernel(query, key, value, bounds, None, window) for kernel in (KERNELS[name], _each))
+            upstream = torch.randn_like(wanted)
+            gradients = zip(*(torch.autograd.grad(out, given, upstream) for out in (found, wanted)), strict=True)
+            problem = problem or ("" if _close(found, wanted) else "its result is wrong")
+            if not problem and not all(_close(*pair) for pair in gradients):
+                problem = "its gradient is wrong"
     except (RuntimeError, ValueError, ImportError) as error:
         problem = str(error).splitlines()[0]
     if problem:

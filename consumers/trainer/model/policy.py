@@ -20,6 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 from consumers.trainer.data.load_balancing import Cost
 from consumers.trainer.data.packed import TokenLayout, lay_out
 from consumers.trainer.data.patches import ImageBatch
+from consumers.trainer.distributed.layout import has_windows
 from consumers.trainer.distributed.parts import ParallelModule
 from consumers.trainer.distributed.ranks import local_part
 from consumers.trainer.model.head import score
@@ -76,14 +77,13 @@ class Policy(ParallelModule):
         causal_lm: PreTrainedModel,
         adapter: Adapter | None = None,
         vision: VisionTower | None = None,
-        max_length: int | None = None,
         output_tokens: Sequence[int] | None = None,
         exact: bool = False,
     ) -> None:
         """Wrap a loaded model. adapter: the part of it that is trained (lora.py); None if all of it is.
 
-        vision: the tower of a model that reads images. max_length: tokens of the longest row, None if unknown.
-        output_tokens: sorted ids of the only tokens that have a probability; None: all. Other targets are not allowed.
+        vision: the tower of a model that reads images. output_tokens: sorted ids of the only tokens that have a
+        probability; None: all. Other targets are not allowed.
         exact: compute as generators do with generator.exact; ConfigError if the model can't.
         """
         super().__init__()
@@ -93,12 +93,14 @@ class Policy(ParallelModule):
         self.adapter = adapter
         self.causal_lm = causal_lm
         self.chunked = _head_is_plain(causal_lm)
-        self.packed = self.chunked and switch_to_packing(causal_lm, max_length)
+        self.packed = self.chunked and switch_to_packing(causal_lm)
         self.router_replay: RouterReplay | None = None
         self.exact = exact
         if exact:
             if not self.packed and self.device.type != "meta":
                 raise ConfigError(f"generator.exact: {type(causal_lm).__name__} can't be packed, or caps its logits")
+            if has_windows(causal_lm.config.get_text_config()):
+                raise ConfigError(f"generator.exact: {type(causal_lm).__name__} has layers with a sliding window")
             use_fixed_products(causal_lm)
         if vision is not None and not self.chunked and not self.device.type == "meta":
             raise ConfigError(

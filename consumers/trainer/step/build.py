@@ -186,7 +186,7 @@ def _check_models(config: TidemillConfig, ranks: Ranks) -> None:
     if trainer.has_second_model and trainer.kl.device != "cpu":
         paths[trainer.kl.model or model.path] = None
     for path in paths:
-        check_model(path, ranks.layout, model.trust_remote_code, model.max_length)
+        check_model(path, ranks.layout, model.trust_remote_code)
 
 
 def build_critic(config: TidemillConfig, empty: bool = False) -> Critic | None:
@@ -198,9 +198,9 @@ def build_critic(config: TidemillConfig, empty: bool = False) -> Critic | None:
     vision = model.kind == "vision"
     causal_lm = load_model(path, "float32", model.trust_remote_code, vision, empty, max_length)
     if not vision:
-        return Critic(causal_lm, max_length)
+        return Critic(causal_lm)
     named = model.model_copy(update={"path": path})
-    return Critic(causal_lm, max_length, VisionTower(causal_lm, image_settings_of(named), model.freeze_vision))
+    return Critic(causal_lm, VisionTower(causal_lm, image_settings_of(named), model.freeze_vision))
 
 
 def reference_policy(config: TidemillConfig, ranks: Ranks) -> Policy | None:

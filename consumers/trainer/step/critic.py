@@ -28,9 +28,7 @@ class Critic(ParallelModule):
     vision: the tower of a model that reads images.
     """
 
-    def __init__(
-        self, causal_lm: PreTrainedModel, max_length: int | None = None, vision: VisionTower | None = None
-    ) -> None:
+    def __init__(self, causal_lm: PreTrainedModel, vision: VisionTower | None = None) -> None:
         super().__init__()
         self.vision = vision
         hidden = causal_lm.config.get_text_config().hidden_size
@@ -39,7 +37,7 @@ class Critic(ParallelModule):
         # In the place of the vocabulary, so that nothing of it is kept, sharded or saved.
         causal_lm.set_output_embeddings(head)
         self.causal_lm = causal_lm
-        self.packed = switch_to_packing(causal_lm, max_length)
+        self.packed = switch_to_packing(causal_lm)
 
     def adopt(self, tried: Mapping[str, bool]) -> None:
         self.packed = tried["packed"]

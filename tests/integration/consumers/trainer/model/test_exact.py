@@ -71,7 +71,7 @@ async def test_trainer_and_engine_agree_on_log_probabilities_and_the_plain_gradi
     prompts = random_prompts(12, 150)
     samples = await sample(model, prompts, 3, 90)
     tokens, mask, lengths, wanted, temperatures = rows_of(prompts, samples)
-    exact, plain = (Policy(load_model(model, "float32"), max_length=LENGTH, exact=each) for each in (True, False))
+    exact, plain = (Policy(load_model(model, "float32"), exact=each) for each in (True, False))
     exact.share_prefixes = share
     weights = torch.randn(mask.shape, generator=torch.Generator().manual_seed(0))
     for policy in (exact, plain):
@@ -96,13 +96,13 @@ async def test_the_probe_of_the_trainer_is_that_of_the_engine(model: Path) -> No
         found = await engine.logprobs([3 + k % 200 for k in range(300)])
     finally:
         await engine.close()
-    policy = Policy(load_model(model, "float32"), max_length=LENGTH, exact=True)
+    policy = Policy(load_model(model, "float32"), exact=True)
     assert np.array_equal(found, reference_logprobs(policy, [3 + k % 200 for k in range(300)]))
 
 
 @pytest.mark.matrix("1,000 tokens are in the test above, and its figure is from the benchmark")
 async def test_the_gap_is_0_on_30000_tokens(model: Path) -> None:
-    policy = Policy(load_model(model, "float32"), max_length=LENGTH, exact=True)
+    policy = Policy(load_model(model, "float32"), exact=True)
     seen = 0
     while seen < 30_000:
         prompts = random_prompts(64, 100)

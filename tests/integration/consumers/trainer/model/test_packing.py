@@ -11,6 +11,8 @@ from torch import Tensor
 from transformers import (
     DogeConfig,
     DogeForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
     GPTJConfig,
     GPTJForCausalLM,
     LlamaConfig,
@@ -21,12 +23,14 @@ from transformers import (
     OpenAIGPTLMHeadModel,
     PreTrainedModel,
 )
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from benchmarks.learning.greedy import greedy
 from consumers.trainer.data.packed import lay_out, pack
 from consumers.trainer.model import head
 from consumers.trainer.model.packing import ATTENTION
 from consumers.trainer.model.policy import Policy, TokenScores, load_model
+from schemas.errors import ConfigError
 from tests.support.models.tiny_model import make_tiny_model
 
 
@@ -148,23 +152,53 @@ def test_grouped_heads_are_packed() -> None:
     assert torch.allclose(packed, padded, atol=1e-5)
 
 
-def test_a_model_with_a_sliding_window_stays_padded() -> None:
-    model: PreTrainedModel = MistralForCausalLM(MistralConfig(**SMALL, sliding_window=4))
-    before = model.config._attn_implementation
+def windowed(kind: str, window: int) -> PreTrainedModel:
+    """Two layers with windows, or of Gemma 3 one with a window and one without."""
+    if kind == "mistral":
+        return MistralForCausalLM(MistralConfig(**SMALL, sliding_window=window))
+    kinds = ["sliding_attention", "full_attention"]
+    sizes = SMALL | {"num_hidden_layers": 2, "head_dim": 16}
+    return Gemma3ForCausalLM(Gemma3TextConfig(**sizes, sliding_window=window, layer_types=kinds))
+
+
+@pytest.mark.parametrize("kind", ["mistral", "gemma3"])
+@pytest.mark.parametrize("window", [4, 8, 16])
+def test_windows_are_those_of_the_model_itself(kind: str, window: int) -> None:
+    """Rows of 15, 6, 10 and 10 tokens, two of which begin alike: log-probabilities and gradients."""
+    torch.manual_seed(0)
+    model = windowed(kind, window)
+    tokens, mask, lengths = rows_of([15, 6, 10, 10], seed=1)
+    tokens %= 64
+    tokens[3, :7] = tokens[2, :7]
+    alone = torch.log_softmax(model(tokens[:, :-1]).logits, -1).gather(2, tokens[:, 1:, None])[..., 0]
+    wanted = torch.autograd.grad((alone * mask).sum(), [*model.parameters()])
     policy = Policy(model)
-    assert not policy.packed
+    assert policy.packed
+    assert model.config.sliding_window == window, "as it was before the trial"
+    for read in (lengths, None):
+        found = policy(tokens, tokens[:, 1:], mask, read).logprobs
+        assert torch.allclose(found, alone * mask, atol=1e-5)
+        for gradient, right in zip(torch.autograd.grad(found.sum(), [*model.parameters()]), wanted, strict=True):
+            assert torch.allclose(gradient, right, atol=1e-4)
+
+
+def test_a_model_that_keeps_its_windows_to_itself_stays_padded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The attention gets to know no window, which shows only in longer rows."""
+    model = windowed("mistral", 4)
+    call = ALL_ATTENTION_FUNCTIONS[ATTENTION]
+    monkeypatch.setitem(
+        ALL_ATTENTION_FUNCTIONS._global_mapping,
+        ATTENTION,
+        lambda *args, sliding_window=None, **kwargs: call(*args, **kwargs),
+    )
+    before = model.config._attn_implementation
+    assert not Policy(model).packed
     assert model.config._attn_implementation == before
 
 
-def test_a_window_that_no_row_reaches_is_packed() -> None:
-    policy = Policy(MistralForCausalLM(MistralConfig(**SMALL, sliding_window=16)), max_length=16)
-    assert policy.packed
-    tokens, mask, lengths = rows_of([15, 6], seed=1)
-    tokens %= 64
-    with torch.no_grad():
-        packed, padded = (policy(tokens, tokens[:, 1:], mask, read).logprobs for read in (lengths, None))
-    assert torch.allclose(packed, padded, atol=1e-5)
-    assert not Policy(MistralForCausalLM(MistralConfig(**SMALL, sliding_window=16)), max_length=17).packed
+def test_exact_mode_refuses_windows() -> None:
+    with pytest.raises(ConfigError, match=r"^generator\.exact: MistralForCausalLM has layers with a sliding window$"):
+        Policy(windowed("mistral", 4), exact=True)
 
 
 def test_a_model_with_a_mask_of_its_own_stays_padded() -> None:

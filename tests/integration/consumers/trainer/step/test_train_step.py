@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import MistralConfig, MistralForCausalLM, PreTrainedModel
+from transformers import Gemma2Config, Gemma2ForCausalLM, PreTrainedModel
 
 from consumers.trainer.data.groups import Group
 from consumers.trainer.model.policy import Policy, load_model
@@ -252,15 +252,15 @@ def test_a_step_with_a_broken_gradient_changes_nothing_and_says_so(model: PreTra
 def test_micro_batches_fit_a_second_model_that_pads(model: PreTrainedModel, second: str) -> None:
     """The policy packs, so its limit says nothing of rows that are padded to the longest."""
     sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
-    windowed = MistralForCausalLM(MistralConfig(vocab_size=300, **sizes, num_key_value_heads=2, sliding_window=4))
+    capped = Gemma2ForCausalLM(Gemma2Config(vocab_size=300, **sizes, num_key_value_heads=2, head_dim=16))
     settings: dict[str, object] = {"micro_batch_tokens": 60}
     if second == "reference":
-        step = make_train_step(Policy(copy.deepcopy(model)), settings, reference=Policy(windowed))
+        step = make_train_step(Policy(copy.deepcopy(model)), settings, reference=Policy(capped))
     else:
         settings |= {"advantage": {"name": "gae"}, "critic": {}}
-        step = make_train_step(Policy(copy.deepcopy(model)), settings, critic=Critic(windowed))
+        step = make_train_step(Policy(copy.deepcopy(model)), settings, critic=Critic(capped))
     read: list[int] = []
-    windowed.base_model.register_forward_pre_hook(
+    capped.base_model.register_forward_pre_hook(
         lambda _, args, kwargs: read.append(kwargs["input_ids"].numel()), with_kwargs=True
     )
     samples = [(make_trajectory(0, sample, 2, 40 if sample == 0 else 2), float(sample)) for sample in range(12)]

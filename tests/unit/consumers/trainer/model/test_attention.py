@@ -42,12 +42,15 @@ def test_the_choice(
     assert choose_kernel(torch.device(device), dtype) == expected
 
 
-def by_mask(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bounds: Bounds) -> torch.Tensor:
+def by_mask(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bounds: Bounds, window: int | None = None
+) -> torch.Tensor:
     """One call with a block-diagonal causal mask."""
     starts = bounds.starts
     places = torch.arange(query.shape[2])
     block = torch.searchsorted(starts[1:].long(), places, right=True)
     mask = (block[:, None] == block[None]) & (places[:, None] >= places[None])
+    mask &= places[:, None] - places[None] < (window or len(places))
     return F.scaled_dot_product_attention(query, key, value, mask, scale=0.3, enable_gqa=True).transpose(1, 2)
 
 
@@ -59,9 +62,10 @@ def packed() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Bounds]:
     return query, key, value, Bounds([3, 1, 5])
 
 
-def test_each_sequence_sees_itself_and_what_was_before(packed: Any) -> None:
-    found = KERNELS["each"](*packed, 0.3)
-    torch.testing.assert_close(found, by_mask(*packed))
+@pytest.mark.parametrize("window", [None, 1, 3, 4, 5, 9])
+def test_each_sequence_sees_itself_and_what_was_before(packed: Any, window: int | None) -> None:
+    found = KERNELS["each"](*packed, 0.3, window)
+    torch.testing.assert_close(found, by_mask(*packed, window))
 
 
 def test_neighbours_of_one_length_are_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,13 +80,14 @@ def test_neighbours_of_one_length_are_one_call(monkeypatch: pytest.MonkeyPatch) 
     query, key, value = (torch.randn(1, heads, 16, 8, generator=generator) for heads in (4, 2, 2))
     bounds = Bounds([2, 2, 2, 5, 5])
     monkeypatch.setattr(F, "scaled_dot_product_attention", counted)
-    found = KERNELS["each"](query, key, value, bounds, 0.3)
+    found = KERNELS["each"](query, key, value, bounds, 0.3, None)
     monkeypatch.undo()
     assert calls == [(3, 4, 2, 8), (2, 4, 5, 8)]
     torch.testing.assert_close(found, by_mask(query, key, value, bounds))
 
 
-def test_flash_attn_is_asked_for_the_same(packed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("window", [None, 3])
+def test_flash_attn_is_asked_for_the_same(packed: Any, window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its real signature, over a computation of ours: the package needs a GPU."""
 
     def flash_attn_varlen_func(
@@ -96,17 +101,20 @@ def test_flash_attn_is_asked_for_the_same(packed: Any, monkeypatch: pytest.Monke
         dropout_p: float = 0.0,
         softmax_scale: float | None = None,
         causal: bool = False,
+        window_size: tuple[int, int] = (-1, -1),
     ) -> torch.Tensor:
+        assert window_size == ((-1, 0) if window is None else (2, 0)), "how many before it, and how many after"
         assert (q.shape, k.shape) == ((9, 4, 8), (9, 2, 8))
         assert (max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal) == (5, 5, 0.0, 0.3, True)
         assert cu_seqlens_q is cu_seqlens_k
-        return by_mask(*(tensor.transpose(0, 1)[None] for tensor in (q, k, v)), Bounds(cu_seqlens_q.diff().tolist()))[0]
+        rows = (tensor.transpose(0, 1)[None] for tensor in (q, k, v))
+        return by_mask(*rows, Bounds(cu_seqlens_q.diff().tolist()), window)[0]
 
     package = ModuleType("flash_attn")
     package.flash_attn_varlen_func = flash_attn_varlen_func  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "flash_attn", package)
-    found = KERNELS["flash_attn"](*packed, 0.3)
-    torch.testing.assert_close(found, KERNELS["each"](*packed, 0.3))
+    found = KERNELS["flash_attn"](*packed, 0.3, window)
+    torch.testing.assert_close(found, KERNELS["each"](*packed, 0.3, window))
 
 
 @pytest.mark.parametrize(("head", "value_head", "seen"), [(24, 16, 24), (16, 20, 24), (20, 20, 24), (264, 8, None)])
@@ -130,7 +138,7 @@ def test_a_flash_kernel_gets_heads_of_one_size_that_it_takes(
         assert q.shape[-1] % 8 == 0
         sizes.append(q.shape[-1])
         bounds = Bounds(starts.diff().tolist())
-        return KERNELS["each"](*(tensor.transpose(0, 1)[None] for tensor in (q, k, v)), bounds, softmax_scale)[0]
+        return KERNELS["each"](*(tensor.transpose(0, 1)[None] for tensor in (q, k, v)), bounds, softmax_scale, None)[0]
 
     package = ModuleType("flash_attn")
     package.flash_attn_varlen_func = flash_attn_varlen_func  # type: ignore[attr-defined]
@@ -138,7 +146,7 @@ def test_a_flash_kernel_gets_heads_of_one_size_that_it_takes(
     generator = torch.Generator().manual_seed(0)
     query, key = (torch.randn(1, heads, 9, head, generator=generator) for heads in (4, 2))
     value = torch.randn(1, 2, 9, value_head, generator=generator)
-    given = (query, key, value, Bounds([3, 1, 5]), scale)
+    given = (query, key, value, Bounds([3, 1, 5]), scale, None)
     found = KERNELS["flash_attn"](*given)
     assert sizes == ([] if seen is None else [seen])
     assert found.shape == (1, 9, 4, value_head)
@@ -178,14 +186,23 @@ def wrong_gradient(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, 
     return KERNELS["each"](query, _HalfGradient.apply(key), value, *others)
 
 
-WRONG = [(wrong, "result"), (wrong_behind_a_block, "result"), (wrong_gradient, "gradient")]
+def without_window(*given: Any) -> torch.Tensor:
+    return KERNELS["each"](*given[:-1], None)
+
+
+WRONG = [
+    (wrong, "result"),
+    (wrong_behind_a_block, "result"),
+    (wrong_gradient, "gradient"),
+    (without_window, "result"),
+]
 
 
 @pytest.mark.parametrize(("kernel", "part"), WRONG)
 def test_what_a_kernel_computes_wrong_is_named(kernel: Any, part: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packing, "choose_kernel", lambda *_: "varlen")
     monkeypatch.setitem(KERNELS, "varlen", kernel)
-    config = SimpleNamespace(num_attention_heads=4, num_key_value_heads=2, hidden_size=64)
+    config = SimpleNamespace(num_attention_heads=4, num_key_value_heads=2, hidden_size=64, sliding_window=4096)
     assert packing.try_kernel(config, torch.device("cpu"), torch.float32) == f"its {part} is wrong"
     assert KERNELS["varlen"] is KERNELS["each"]
 
@@ -201,7 +218,7 @@ def test_grouped_heads_are_repeated_where_no_kernel_takes_them(device: str, monk
 
     monkeypatch.setattr(F, "scaled_dot_product_attention", attention)
     query, key, value = (torch.empty(1, heads, 9, 8, device=device) for heads in (4, 2, 2))
-    KERNELS["each"](query, key, value, Bounds([5, 4]), None)
+    KERNELS["each"](query, key, value, Bounds([5, 4]), None, None)
     packing.attend(torch.nn.Module(), query, key, value, None)
     assert calls == [(2, True) if device == "cpu" else (4, False)] * 3
 
