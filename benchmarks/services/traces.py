@@ -17,13 +17,14 @@ import json
 import math
 import multiprocessing
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from multiprocessing.connection import Connection
 from pathlib import Path
+from statistics import median
 
 from benchmarks.harness.processes import serving
 from benchmarks.harness.rounds import Spread, compare, summarize
@@ -103,10 +104,12 @@ async def costs(pool: TrajectoryPool, per_step: int, calls: int, steps: int, url
     """Return microseconds of processor time of a trajectory: ``off``, what ``on`` and ``again`` take more, ``sending``.
 
     url: of a receiver of spans.
-    ``again`` is off too: what it takes more or less is the machine's. Quartiles stand for the range.
+    ``again`` is off too: what it takes more or less is the machine's. The ways take turns task by task, because the
+    machine's speed changes within a step. Quartiles of the tasks stand for the range.
     """
     reward = RewardConfig.model_validate({"terms": [{"name": "exact"}], "workers": 1, "timeout_s": 10})
-    done: list[dict[str, float]] = []
+    tasks: list[dict[str, float]] = []
+    ends: list[dict[str, float]] = []
     async with AsyncExitStack() as stack:
         ways: dict[str, Way] = {}
         for name in ("off", "on", "again"):
@@ -115,21 +118,34 @@ async def costs(pool: TrajectoryPool, per_step: int, calls: int, steps: int, url
             stack.callback(log.close)
             ways[name] = Way(pool, await stack.enter_async_context(scorer), log, calls, name == "on")
         for step in range(steps):
-            # Each is first as often as last.
-            order = sorted(ways, key=lambda name: (step + [*ways].index(name)) % 3)
-            done.append({name: await ways[name].step(step, per_step) for name in order})
+            for task_id in range(step * per_step, (step + 1) * per_step, SAMPLES):
+                tasks.append({name: await ways[name].task(task_id) / SAMPLES for name in _order(ways, len(tasks))})
+            ends.append({name: ways[name].end(step) / per_step for name in _order(ways, step)})
         logs = [TraceLog(TraceConfig(url=url), "bench", "policy") for _ in range(5)]
         sent = [await sending(replace(ways["on"], log=log), per_step) for log in logs]
-    found = {name: sorted(each[name] - each["off"] * (name != "off") for each in done) for name in ways}
-    spreads = {name: Spread.of(values[steps // 4 : steps - steps // 4]) for name, values in found.items()}
-    return spreads | {"sending": Spread.of(sent)}
+    return {name: _more(name, tasks, ends) for name in ways} | {"sending": Spread.of(sent)}
+
+
+def _order(ways: Iterable[str], turn: int) -> list[str]:
+    """Return the ways in an order in which each is first as often as last."""
+    names = [*ways]
+    return sorted(names, key=lambda name: (turn + names.index(name)) % len(names))
+
+
+def _more(name: str, tasks: Sequence[Mapping[str, float]], ends: Sequence[Mapping[str, float]]) -> Spread:
+    """Return what a way takes, or takes more than ``off``: the quartiles of its tasks, and the median of its steps."""
+    more, end = (sorted(one[name] - one["off"] * (name != "off") for one in each) for each in (tasks, ends))
+    quarters = (more[len(more) * quarter // 4] + median(end) for quarter in (2, 1, 3))
+    return Spread(*quarters)
 
 
 async def sending(way: Way, per_step: int) -> float:
     """Return microseconds of processor time of a trajectory for the spans of several steps, which are sent at once."""
     steps = EPISODES * 100 // per_step // (1 + way.calls // 2)
     for step in range(steps):
-        await way.step(step, per_step)
+        for task_id in range(step * per_step, (step + 1) * per_step, SAMPLES):
+            await way.task(task_id)
+        way.end(step)
     began = time.process_time()
     way.log.close()
     return (time.process_time() - began) / per_step / steps * 1e6
@@ -144,19 +160,26 @@ class Way:
     log: TraceLog
     calls: int
     traced: bool
+    trained: list[tuple[Trajectory, float]] = field(default_factory=list)
+    """Trajectories and rewards of the step that has not ended."""
 
-    async def step(self, step: int, per_step: int) -> float:
-        """Take the trajectories of a step their way; return microseconds of processor time of each."""
-        trained: list[tuple[Trajectory, float]] = []
+    async def task(self, task_id: int) -> float:
+        """Take the trajectories of a task their way to the trainer; return microseconds of processor time of all."""
         began = time.process_time()
-        for task_id in range(step * per_step, (step + 1) * per_step, SAMPLES):
-            for message in self.generate(self.pool.task(task_id, SAMPLES)):
-                score = encode(await self.scorer.score(decode(message, Trajectory)))
-                read, found = decode(message, Trajectory), decode(score, Score)
-                read.trace += found.trace
-                trained.append((read, found.reward))
-        self.log.trained(step, 1.0, trained)
-        return (time.process_time() - began) / per_step * 1e6
+        for message in self.generate(self.pool.task(task_id, SAMPLES)):
+            score = encode(await self.scorer.score(decode(message, Trajectory)))
+            read, found = decode(message, Trajectory), decode(score, Score)
+            read.trace += found.trace
+            self.trained.append((read, found.reward))
+        return (time.process_time() - began) * 1e6
+
+    def end(self, step: int) -> float:
+        """Note the step in all trajectories since the last; return microseconds of processor time."""
+        began = time.process_time()
+        self.log.trained(step, 1.0, self.trained)
+        took = time.process_time() - began
+        self.trained.clear()
+        return took * 1e6
 
     def generate(self, task: Task) -> Iterator[bytes]:
         """Return the messages of a task's samples, with what their generator notes of them."""

@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from msgspec.structs import replace
+
 from broker.connection.connection import RunData
 from broker.connection.stream_pages import Entry, read_page
 from broker.queues.bodies import body_name, read_bodies
@@ -85,12 +87,14 @@ class TrajectoryStore(RunData):
         step: int,
         trained: Sequence[tuple[Trajectory, float]],
         terms: Mapping[tuple[int, int], Mapping[str, float]] | None = None,
+        moment: bytes = b"",
     ) -> list[Trajectory]:
         """Keep some samples of a step with their rewards: the best, the worst, the longest and one more.
 
-        Returns the kept ones. terms: of the rewards, by task id and sample.
+        Returns the kept ones. terms: of the rewards, by task id and sample. moment: the end of their traces.
         """
-        bodies = [(item, encode(item[0], self._max_bytes)) for item in choose(trained, step)]
+        traced = ((replace(body, trace=body.trace + moment), reward) for body, reward in choose(trained, step))
+        bodies = [(item, encode(item[0], self._max_bytes)) for item in traced]
         kept = [(item, body) for item, body in bodies if len(body) <= LONGEST_KEPT]
         if not kept:
             return []

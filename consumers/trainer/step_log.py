@@ -89,15 +89,15 @@ class StepLog:
         self._last, self._evaluated = figures, {}
         worked = result.seconds.get("total", 0.0) + times.get("publish", 0.0)
         samples = [sample for group in batch.groups for sample in group.samples]
-        self._traces.trained(self._progress.step, worked, samples)
+        moment = self._traces.trained(self._progress.step, worked, samples)
         self._trackers.log(figures)
         self._samples, self._terms = samples, batch.terms
         step = self._progress.step
-        self._sample_log.write(step, batch.record.version, batch.groups, result.advantages, batch.terms)
+        self._sample_log.write(step, batch.record.version, batch.groups, result.advantages, batch.terms, moment)
         if self._config.eval is None and step % self._config.trainer.checkpoint.every == 0:
             self._log_completions()
         self._broker.metrics.append(figures)
-        kept = self._broker.trajectory_store.keep(step, self._samples, batch.terms)
+        kept = self._broker.trajectory_store.keep(step, self._samples, batch.terms, moment)
         self._sample_log.keep_images(kept, batch.groups)
         self.write_evaluations()
 

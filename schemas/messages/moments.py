@@ -1,7 +1,7 @@
 """Moments: the parts of an episode's time, of which its trace is made. Messages carry them where traces are on.
 
-A trace travels as bytes, a line of JSON for each moment, so that services which only pass it on neither parse nor build
-anything, and add to it by appending. A line has a moment as it was noted, and readers compute the rest: few are read.
+A trace travels as bytes, one MessagePack array a moment, so that services which only pass it on neither parse nor build
+anything, and add to it by appending. An array has a moment as it was noted, and readers compute the rest: few are read.
 """
 
 import hashlib
@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterable
 from typing import Any, Literal
 
+import msgpack
 import msgspec
 
 MomentKind = Literal["admitted", "attempt", "chat", "tool", "term", "step"]
@@ -32,7 +33,7 @@ class Moment(msgspec.Struct, frozen=True, gc=False):
 
 
 class Noted(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A moment as its line has it. end: Unix nanoseconds. seconds: that it took. The rest: as in Moment."""
+    """A moment as a trace has it. end: Unix nanoseconds. seconds: that it took. The rest: as in Moment."""
 
     kind: MomentKind
     name: str
@@ -42,9 +43,8 @@ class Noted(msgspec.Struct, frozen=True, array_like=True, gc=False):
     failed: bool = False
 
 
-_encoder = msgspec.json.Encoder()
-_encode = _encoder.encode
-_decoder = msgspec.json.Decoder(Noted)
+# As the messages themselves: an encoder for nothing else would have left the processor's caches at each sample.
+_encode = msgspec.msgpack.Encoder().encode
 
 
 def now_us() -> int:
@@ -62,20 +62,22 @@ def pack(*moments: Moment) -> bytes:
 
 def pack_noted(moments: Iterable[Noted]) -> bytes:
     """Return moments that were noted as a trace, or as its continuation."""
-    return _encoder.encode_lines(moments)
+    return b"".join(map(_encode, moments))
 
 
 def ending(kind: MomentKind, name: str, seconds: float, failed: bool = False) -> bytes:
     """Return the trace of a moment of ``seconds`` that ends now."""
     noted = (kind, name, time.time_ns(), seconds, 0, True) if failed else (kind, name, time.time_ns(), seconds)
-    return _encode(noted) + b"\n"
+    return _encode(noted)
 
 
 def unpack(trace: bytes, seconds: float = 0.0, tokens: int = 0) -> list[Moment]:
     """Return the moments of a trace, none of one that can't be read. seconds, tokens: of the finished sample."""
+    reader = msgpack.Unpacker()
+    reader.feed(trace)
     try:
-        found = _decoder.decode_lines(trace)
-    except (msgspec.MsgspecError, UnicodeDecodeError):
+        found = msgspec.convert(list(reader), list[Noted])
+    except (msgspec.ValidationError, msgpack.UnpackException, ValueError):
         return []
     took = int(seconds * 1e6)
     moments: list[Moment] = []

@@ -51,16 +51,25 @@ class SampleLog:
         self._image_bytes = -1
 
     def write(
-        self, step: int, version: int, groups: Sequence[Group], advantages: Sequence[float], terms: Terms
+        self,
+        step: int,
+        version: int,
+        groups: Sequence[Group],
+        advantages: Sequence[float],
+        terms: Terms,
+        moment: bytes = b"",
     ) -> None:
-        """Keep some groups of a step. advantages: of all samples in order; empty if a sample has several."""
+        """Keep some groups of a step. advantages: of all samples in order; empty if a sample has several.
+
+        moment: the end of their traces.
+        """
         if not self._groups:
             return
         firsts = np.cumsum([0, *(len(group.samples) for group in groups)]).tolist()
         try:
             for index in choose_groups(groups, self._groups, step):
                 own = advantages[firsts[index] : firsts[index + 1]]
-                self._append(step, json.dumps(group_line(step, version, groups[index], own, terms)))
+                self._append(step, json.dumps(group_line(step, version, groups[index], own, terms, moment)))
                 self._keep_images(groups[index].images)
         except OSError as error:
             self._complain(error)
@@ -137,13 +146,15 @@ def choose_groups(groups: Sequence[Group], count: int, step: int) -> list[int]:
     return list(dict.fromkeys(picks))[:count]
 
 
-def group_line(step: int, version: int, group: Group, advantages: Sequence[float], terms: Terms) -> dict[str, Any]:
-    """Return the line of a group. version: of the weights that the step trained."""
+def group_line(
+    step: int, version: int, group: Group, advantages: Sequence[float], terms: Terms, moment: bytes = b""
+) -> dict[str, Any]:
+    """Return the line of a group. version: of the weights that the step trained. moment: the end of its traces."""
     first = group.samples[0][0] if group.samples else None
     prompt = common_beginning([trajectory.prompt for trajectory, _ in group.samples])
     samples = []
     for place, (trajectory, reward) in enumerate(group.samples):
-        line = sample_line(trajectory, reward, terms.get((group.task_id, trajectory.sample), {}))
+        line = sample_line(trajectory, reward, terms.get((group.task_id, trajectory.sample), {}), moment)
         line["completion"] = _cut(trajectory.prompt[len(prompt) :]) + line["completion"]
         samples.append(line | {"advantage": float(advantages[place]) if len(advantages) else None})
     return {
@@ -170,8 +181,10 @@ def common_beginning(prompts: Sequence[str]) -> str:
     return first[: length - (word.end() if word else 0)]
 
 
-def sample_line(trajectory: Trajectory, reward: float | None, terms: Mapping[str, float]) -> dict[str, Any]:
-    """Return a sample as JSON, without its tokens."""
+def sample_line(
+    trajectory: Trajectory, reward: float | None, terms: Mapping[str, float], moment: bytes = b""
+) -> dict[str, Any]:
+    """Return a sample as JSON, without its tokens. moment: the end of its trace."""
     versions = [span.version for span in trajectory.spans]
     return {
         "sample": trajectory.sample,
@@ -185,7 +198,7 @@ def sample_line(trajectory: Trajectory, reward: float | None, terms: Mapping[str
         "generator": trajectory.generator,
         "seconds": trajectory.seconds,
         "images": [image.digest for image in trajectory.images],
-        "trace": trace_lines(trajectory.trace, trajectory.seconds, trajectory.sampled_tokens),
+        "trace": trace_lines(trajectory.trace + moment, trajectory.seconds, trajectory.sampled_tokens),
     }
 
 

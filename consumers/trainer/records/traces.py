@@ -23,8 +23,9 @@ from schemas.config import TraceConfig
 from schemas.messages import Score, Trajectory
 from schemas.messages.moments import MomentKind, ending, nest, now_us, trace_id
 
-MANY, OFTEN_S = 1000, 5.0
-"""Moments whose spans are made and sent at once; fewer wait so long, because a request costs as much as many spans."""
+MANY, OFTEN_S = 40_000, 5.0
+"""Bytes of traces, of about 1,000 moments, whose spans are made and sent at once; fewer wait so long, because a request
+costs as much as many spans."""
 SEND_S = 10.0
 """Seconds for one request."""
 HEADERS = "OTEL_EXPORTER_OTLP_HEADERS"
@@ -65,27 +66,28 @@ class TraceLog:
         self._run = run
         self._model = model
         self._waiting: list[_Episode] = []
-        self._moments = 0
-        """Moments of the episodes that wait."""
+        self._bytes = 0
+        """Of the traces that wait."""
         self._retry_at = self._sent_at = 0.0
         self._answers = True
         """Whether the receiver had all spans in time when it was last waited for."""
         self._thread = TrackerThread("traces") if config is not None and config.url else None
 
-    def trained(self, step: int, seconds: float, samples: Sequence[tuple[Trajectory, float]]) -> None:
-        """Note in samples that a step of ``seconds``, which ends now, trained them; send a share of them."""
+    def trained(self, step: int, seconds: float, samples: Sequence[tuple[Trajectory, float]]) -> bytes:
+        """Send a share of the samples that a step of ``seconds``, which ends now, has trained.
+
+        Returns the step's moment, for the traces of those that are shown; nothing is computed for the others.
+        """
         if self._config is None:
-            return
+            return b""
         moment = ending("step", str(step), seconds)
-        for body, _ in samples:
-            body.trace += moment
-        if self._thread is None:
-            return
-        for place in choose(step, len(samples), self._config.share):
-            body, reward = samples[place]
-            own = body.task_id, body.sample, body.trace, body.seconds, body.sampled_tokens, reward
-            self._add(_Episode(*own))
-        self._send_often()
+        if self._thread is not None:
+            for place in choose(step, len(samples), self._config.share):
+                body, reward = samples[place]
+                trace = body.trace + moment
+                self._add(_Episode(body.task_id, body.sample, trace, body.seconds, body.sampled_tokens, reward))
+            self._send_often()
+        return moment
 
     def failed(self, task_id: int, sample: int, score: Score) -> None:
         """Send the trace of a sample without a reward, whose score has its moments."""
@@ -109,15 +111,15 @@ class TraceLog:
 
     def _add(self, episode: _Episode) -> None:
         self._waiting.append(episode)
-        self._moments += episode.trace.count(b"\n") + 1
+        self._bytes += len(episode.trace)
 
     def _send_often(self) -> None:
-        if self._moments > MANY or time.monotonic() > self._sent_at + OFTEN_S:
+        if self._bytes > MANY or time.monotonic() > self._sent_at + OFTEN_S:
             self._send()
 
     def _send(self) -> None:
         self._sent_at = time.monotonic()
-        episodes, self._waiting, self._moments = self._waiting, [], 0
+        episodes, self._waiting, self._bytes = self._waiting, [], 0
         if self._thread is not None and episodes:
             self._thread.put(lambda: self._post(episodes))
 

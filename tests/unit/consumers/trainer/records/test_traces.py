@@ -6,7 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from consumers.trainer.data.groups import Group
 from consumers.trainer.records import traces
+from consumers.trainer.records.samples import group_line
 from consumers.trainer.records.traces import HEADERS, TraceLog, choose
 from schemas.config import TraceConfig
 from schemas.messages import Score, Trajectory
@@ -52,7 +54,7 @@ def test_a_sample_is_one_trace_from_admission_to_its_step(monkeypatch: pytest.Mo
     with serving((200, {})) as server:
         log = TraceLog(TraceConfig(url=server.url, share=1.0), "run", "models/small")
         body = traced(1)
-        log.trained(12, 2.0, [(body, 0.5)])
+        moment = log.trained(12, 2.0, [(body, 0.5)])
         log.close()
     assert server.asked[0].headers["Authorization"] == "Bearer secret"
     spans = spans_of(server)
@@ -76,7 +78,10 @@ def test_a_sample_is_one_trace_from_admission_to_its_step(monkeypatch: pytest.Mo
         "evaluate exact",
         "train step 12",
     }
-    assert [moment.name for moment in unpack(body.trace) if moment.kind == "step"] == ["12"], "the page shows it, too"
+    assert [(one.kind, one.name) for one in unpack(moment)] == [("step", "12")], "the page shows it, too"
+    (line,) = group_line(12, 1, Group(3, [(body, 0.5)]), [0.0], {}, moment)["samples"]
+    assert [(one["kind"], one["name"]) for one in line["trace"]][-1] == ("step", "12")
+    assert len(line["trace"]) == len(EPISODE) + 1
 
 
 def test_a_share_is_sent_and_every_failure() -> None:
@@ -149,7 +154,7 @@ def test_a_moment_that_ends_now_is_read_as_it_was_noted() -> None:
 
 def test_without_traces_nothing_is_noted() -> None:
     body = make_trajectory()
-    TraceLog().trained(1, 1.0, [(body, 0.0)])
+    assert TraceLog().trained(1, 1.0, [(body, 0.0)]) == b""
     assert body.trace == b""
 
 
