@@ -1,6 +1,6 @@
 """The policy of examples/completion learns from users, who reward it late, while processes are killed::
 
-    python -m benchmarks.learning.live_users --conversations 4000 --kills 5 --out runs/live-users
+    python -m benchmarks.learning.live_users --conversations 2000 --kills 5 --out runs/live-users
 
 Unmodified openai clients ask for completions. Of each conversation another request reports 1 to 60 s later whether it
 was kept. Generator, control plane and broker are killed with SIGKILL so many times each, in turns. Printed are
@@ -100,10 +100,10 @@ class Editors(Users):
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--conversations", type=int, default=4000, help="that are trained")
+    parser.add_argument("--conversations", type=int, default=2000, help="that are trained")
     parser.add_argument("--kills", type=int, default=5, help="of each of the three")
-    parser.add_argument("--users", type=int, default=120, help="Conversations at once: more of them are older rewards.")
-    parser.add_argument("--lr", type=float, default=3e-4)
+    parser.add_argument("--users", type=int, default=150, help="Conversations at once: more of them are older rewards.")
+    parser.add_argument("--lr", type=float, default=2e-4)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("runs/live-users"), help="a new folder")
     given = parser.parse_args()
