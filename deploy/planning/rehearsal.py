@@ -56,7 +56,6 @@ def rehearse(config: TidemillConfig, ranks: int, on_gpu: bool = True) -> StepSiz
     on_gpu: with the kernels and chunks that a GPU has, otherwise those of a CPU. A model of many equal layers is
     computed with two small numbers of them, and the rest follows. The process can do nothing else later.
     """
-    refuse(config)
     os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(ranks), "MASTER_ADDR": "localhost"}
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     joined = Ranks(parallel=config.trainer.parallel)
@@ -103,26 +102,22 @@ def _rehearse_whole(config: TidemillConfig, joined: Ranks, tried: dict[str, bool
     policy = _empty_policy(config, tried, fake)
     number = sum(p.numel() for p in policy.parameters())
     reference = None
-    if config.trainer.has_second_model:
+    if config.trainer.has_second_model and not _reference_on_host(config):
         reference = _empty_policy(config, tried, fake, reference=True)
     critic = None if config.trainer.critic is None else _empty_critic(config, config.trainer.critic, tried, fake)
     with shapes:
         if reference is not None:
             reference = joined.prepare(reference, DTYPES[config.model.dtype])
-        step = build_train_step(config, joined, policy=policy, reference=reference, critic=critic)
+        given = policy if _reference_on_host(config) else reference
+        step = build_train_step(config, joined, policy=policy, reference=given, critic=critic)
+    if _reference_on_host(config) and step.preparation is not None:
+        # It computes before the micro-batches leave the host, and leaves the device alone.
+        step = replace(step, preparation=replace(step.preparation, reference=None))
     return _measure(config, step, reference, shapes, ledger, number, on_gpu)
 
 
-def refuse(config: TidemillConfig) -> None:
-    """Refuse, by its name, a setting whose step cannot be sized."""
-    trainer = config.trainer
-    refused = {
-        "trainer.critic with model.kind vision": config.model.kind == "vision" and trainer.critic is not None,
-        "trainer.kl.device cpu": trainer.has_second_model and trainer.kl.device == "cpu",
-    }
-    for name, applies in refused.items():
-        if applies:
-            raise ConfigError(f"{name} cannot be sized: without it, `tidemill plan --gpu` computes the rest")
+def _reference_on_host(config: TidemillConfig) -> bool:
+    return config.trainer.has_second_model and config.trainer.kl.device == "cpu"
 
 
 def _empty_policy(
@@ -153,8 +148,10 @@ def _empty_critic(
     """Make the critic of a run of tensors without data."""
     model = config.model
     path = settings.model or model.path
-    causal_lm = load_model(path, "float32", model.trust_remote_code, empty=True, max_length=model.max_length)
-    critic = Critic(causal_lm)
+    vision = model.kind == "vision"
+    causal_lm = load_model(path, "float32", model.trust_remote_code, vision, empty=True, max_length=model.max_length)
+    tower = VisionTower(causal_lm, image_settings_of(model), model.freeze_vision) if vision else None
+    critic = Critic(causal_lm, tower)
     critic.adopt(tried)
     _empty(causal_lm, fake)
     return critic
@@ -191,6 +188,7 @@ def make_batch(config: TidemillConfig, layout: Layout) -> list[MicroBatch]:
         advantages=zeros,
         weights=zeros,
         versions=torch.where(mask, 0, -1),
+        reference_logprobs=zeros if _reference_on_host(config) else None,
         sequence=index,
         sample=index,
         group=index // config.sampling.n,

@@ -49,15 +49,13 @@ class Preparation:
 
     def run_on_host(self, batch: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
         """Add to micro-batches that have not left the host what a reference in main memory computes of them."""
-        if self.reference is None or self.reference.device.type != "cpu":
-            return batch
-        return self._with_reference(self.reference, batch)
+        return self._with_reference(self.reference, batch) if self.reference is not None and self._on_host else batch
 
     def run(
         self, policy: Policy, batch: Sequence[MicroBatch], version: int, all_reduce_sum: AllReduceSum
     ) -> Sequence[MicroBatch]:
-        """Prepare all micro-batches of this rank, which are on the policy's device."""
-        if self.reference is not None and batch[0].reference_logprobs is None:
+        """Prepare all micro-batches of this rank, which are on the policy's device, after ``run_on_host``."""
+        if self.reference is not None and not self._on_host:
             batch = self._with_reference(self.reference, batch)
         elif self.lora_off:
             with adapter_off(policy):
@@ -80,6 +78,11 @@ class Preparation:
             replace(micro, proximal_logprobs=seen.proximal_logprobs, kept=chosen)
             for micro, seen, chosen in zip(batch, inputs, kept, strict=True)
         ]
+
+    @property
+    def _on_host(self) -> bool:
+        """Whether the reference is in main memory."""
+        return self.reference is not None and self.reference.device.type == "cpu"
 
     def _with_reference(self, reference: Policy, batch: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
         batch = [replace(micro, reference_logprobs=self._score(reference, micro)) for micro in batch]

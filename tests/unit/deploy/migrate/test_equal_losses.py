@@ -94,6 +94,7 @@ def ours(config: TidemillConfig, batch: FixedBatch) -> tuple[float, list[float]]
     (micro,) = step.planner.plan(groups).batch().micro_batches
     micros = [micro]
     if step.preparation is not None:
+        micros = list(step.preparation.run_on_host(micros))
         micros = list(step.preparation.run(step.policy, micros, 0, step.ranks.all_reduce_sum))
     if step.objective.loss.needs_proximal:
         proximal = TablePolicy(batch.proximal, batch.entropy)(micro.tokens, micro.targets, micro.mask).logprobs.detach()

@@ -67,17 +67,33 @@ def test_a_rehearsed_step_has_the_bytes_of_a_real_one(tmp_path: Path, trainer: d
     assert peak == pytest.approx(real["peak"], rel=PEAK_TOLERANCE)
 
 
+def test_a_reference_in_main_memory_takes_nothing_of_the_card(tmp_path: Path) -> None:
+    model = make_tiny_model(tmp_path, hidden=128, layers=4)
+    none, away, held = (
+        rehearse_apart(configuration(model, **({"kl": {"coef": 0.1, "device": where}} if where else {})), 2)
+        for where in (None, "cpu", "same")
+    )
+    for name in ("parameters", "gradients", "optimizer", "flops", "waits", "step_waits"):
+        assert away[name] == none[name], name
+    assert away["activations"] == pytest.approx(none["activations"], rel=0.01)
+    assert held["parameters"] > 1.1 * away["parameters"]
+    assert held["flops"] > 1.2 * away["flops"]
+
+
 @pytest.mark.parametrize(
-    ("family", "frozen"),
+    ("family", "frozen", "trainer"),
     [
-        pytest.param("qwen2_5_vl", True, marks=MORE),
-        ("qwen3_vl", False),
-        pytest.param("qwen3_vl", True, marks=MORE),
+        pytest.param("qwen2_5_vl", True, {}, marks=MORE),
+        ("qwen3_vl", False, {}),
+        pytest.param("qwen3_vl", True, {}, marks=MORE),
+        pytest.param("qwen2_5_vl", False, {"critic": {}, "advantage": {"name": "gae"}}, marks=MORE),
     ],
 )
-def test_a_vision_model_has_the_bytes_of_its_tower_and_images(tmp_path: Path, family: Family, frozen: bool) -> None:
+def test_a_vision_model_has_the_bytes_of_its_tower_and_images(
+    tmp_path: Path, family: Family, frozen: bool, trainer: dict[str, Any]
+) -> None:
     write_tiny_vision_model(tmp_path, family)
-    base = configuration(tmp_path)
+    base = configuration(tmp_path, **trainer)
     config = base.model_copy(
         update={"model": base.model.model_copy(update={"kind": "vision", "freeze_vision": frozen})}
     )
