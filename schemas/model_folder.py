@@ -65,6 +65,19 @@ def resolve_folder(path: str | Path, weights: bool = True) -> Path:
         raise ConfigError(f"model.path {path}: no such folder, and the Hub answered: {reason}") from error
 
 
+def load_model_config(path: str | Path, trust_remote_code: bool = False) -> Any:
+    """Load the config.json of a model, a folder or hub id, with transformers; ConfigError says what is wrong in it."""
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(resolve_folder(path, weights=False), trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, StrictDataclassError) as error:
+        # One that checks several fields has the field's own reason as its cause.
+        reason = (str(error.__cause__ or error).splitlines() or [type(error).__name__])[0]
+        raise ConfigError(f"model.path {str(path)!r} cannot be loaded: {reason}") from error
+
+
 def check_quantised(path: str | Path, setting: str = "model.path", adapted: bool = False) -> bool:
     """Return whether the weights of a model are quantised, by its config.json; ConfigError unless it can be trained.
 

@@ -14,7 +14,7 @@ from deploy.checks.model_files import find_unmade
 from producers.datasets.loading import ShortPrompts, build_dataset
 from schemas.config import TidemillConfig
 from schemas.errors import ConfigError, DataError
-from schemas.model_folder import resolve_folder
+from schemas.model_folder import load_model_config
 from schemas.run_folder import METRICS, StoredLines
 
 GB = 1024**3
@@ -34,14 +34,14 @@ def measure_model(config: TidemillConfig) -> Finding | str:
     if unmade := find_unmade(config):
         return unmade
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     from consumers.trainer.model.lora import targets
     from producers.images.placeholders import ImagePlaceholders
     from producers.tokenizer import HfTokenizer
 
     try:
-        settings = AutoConfig.from_pretrained(resolve_folder(path, weights=False), trust_remote_code=trust)
+        settings = load_model_config(path, trust)
         with torch.device("meta"):
             kind: Any = AutoModelForImageTextToText if config.model.kind == "vision" else AutoModelForCausalLM
             model = kind.from_config(settings, trust_remote_code=trust)

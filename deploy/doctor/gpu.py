@@ -19,7 +19,6 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 import torch
-from transformers import AutoConfig
 
 from consumers.trainer.model.lora import load_policy
 from consumers.trainer.model.packing import choose_kernel, try_kernel
@@ -35,7 +34,7 @@ from producers.images.settings import image_settings
 from schemas.config import TidemillConfig
 from schemas.errors import ConfigError, TidemillError
 from schemas.images import probe_image
-from schemas.model_folder import resolve_folder
+from schemas.model_folder import load_model_config
 
 START_S, CALL_S, RANKS_S = 150.0, 60.0, 90.0
 """Seconds in which an engine must have started, any other call must have returned, and ranks must have ended."""
@@ -119,8 +118,7 @@ def check_devices(file: Path, overrides: Sequence[str], count: int) -> list[Find
 def check_attention(config: TidemillConfig, device: torch.device) -> Finding:
     """Compare the kernel that training uses here with PyTorch's attention, at the sizes of the model's heads."""
     model = config.model
-    folder = resolve_folder(model.path, weights=False)
-    settings = AutoConfig.from_pretrained(folder, trust_remote_code=model.trust_remote_code).get_text_config()
+    settings = load_model_config(model.path, model.trust_remote_code).get_text_config()
     kernel = choose_kernel(device, DTYPES[model.dtype])
     if kernel == "each":
         return Finding("attention", "ok", f"PyTorch's sdpa, each sequence alone, on {device.type} in {model.dtype}")

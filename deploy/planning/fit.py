@@ -11,7 +11,6 @@ from typing import Any
 import typer
 from rich.console import Console
 from rich.table import Table
-from transformers import AutoConfig
 
 from deploy.planning.cards import (
     ARITHMETIC,
@@ -31,7 +30,7 @@ from deploy.planning.search import place
 from schemas.config import TidemillConfig, by_pool
 from schemas.config.deploy import parse_ranges
 from schemas.errors import ConfigError
-from schemas.model_folder import resolve_folder
+from schemas.model_folder import load_model_config
 
 ENGINE_ACTIVATIONS = 2 << 30
 """Assumed bytes of an engine's own activations and CUDA graphs."""
@@ -291,9 +290,7 @@ def size_engines(
     if not (shares := vllm_shares(pools, shared)):
         return {}
     model = next(iter(pools.values())).model
-    settings = AutoConfig.from_pretrained(
-        resolve_folder(model.path, weights=False), trust_remote_code=model.trust_remote_code
-    ).get_text_config()
+    settings = load_model_config(model.path, model.trust_remote_code).get_text_config()
     found, kind = {}, TYPE_BYTES[model.dtype]
     whole = (parameters - in_4_bits) * kind + bytes_in_4_bits(in_4_bits)
     for pool, share in shares.items():

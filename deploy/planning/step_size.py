@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import (
-    AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     PretrainedConfig,
@@ -22,7 +21,7 @@ from transformers import (
 from consumers.trainer.model.policy import Policy
 from schemas.config import TidemillConfig, dump_config, parse_config
 from schemas.errors import ConfigError
-from schemas.model_folder import resolve_folder
+from schemas.model_folder import load_model_config, resolve_folder
 
 LEAST_LAYERS, MORE_LAYERS = 3, 2
 """Layers of the smaller model that is computed in place of a large one, and how many the larger has more."""
@@ -100,8 +99,7 @@ def find_depths(empty: PreTrainedModel) -> tuple[int, int, int] | None:
 
 def try_small(config: TidemillConfig) -> dict[str, bool]:
     """Find out what a policy does with such a model, packed or padded, on a small real one of the same kind."""
-    folder = resolve_folder(config.model.path, weights=False)
-    settings = AutoConfig.from_pretrained(folder, trust_remote_code=config.model.trust_remote_code)
+    settings = load_model_config(config.model.path, config.model.trust_remote_code)
     try:
         kind: Any = AutoModelForImageTextToText if config.model.kind == "vision" else AutoModelForCausalLM
         model = kind.from_config(shrink(settings), dtype=torch.float32)

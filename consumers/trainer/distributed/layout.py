@@ -8,12 +8,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from transformers import AutoConfig
 from transformers.activations import ACT2FN
 
 from schemas.config import ParallelConfig
 from schemas.errors import ConfigError
-from schemas.model_folder import resolve_folder
+from schemas.model_folder import load_model_config
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _WIDTHS = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size")
@@ -69,12 +68,7 @@ def check_model(path: str | Path, layout: Layout, trust_remote_code: bool = Fals
     """Refuse, by its config.json alone, a model that a layout cannot cut: ConfigError says what does not divide."""
     if layout.tensor == 1 and layout.context == 1:
         return
-    try:
-        config = AutoConfig.from_pretrained(
-            resolve_folder(path, weights=False), trust_remote_code=trust_remote_code
-        ).get_text_config()
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"model.path {str(path)!r} cannot be loaded: {str(error).splitlines()[0]}") from error
+    config = load_model_config(path, trust_remote_code).get_text_config()
     problem = _tensor_problem(config, layout) or _context_problem(config, layout)
     if problem is not None:
         raise ConfigError(f"model {str(path)!r} ({config.model_type}): {problem}")

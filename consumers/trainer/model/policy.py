@@ -31,7 +31,7 @@ from consumers.trainer.model.vision import VisionTower
 from schemas.arithmetic.products import TILE, fill, use_fixed_products
 from schemas.errors import ConfigError
 from schemas.messages import Adapter
-from schemas.model_folder import check_quantised, resolve_folder
+from schemas.model_folder import check_quantised, load_model_config, resolve_folder
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -244,6 +244,7 @@ def load_model(
     weights may be quantised. ConfigError says what is wrong.
     """
     quantised = check_quantised(path, adapted=adapted)
+    load_model_config(path, trust_remote_code)
     kind = AutoModelForImageTextToText if vision else AutoModelForCausalLM
     try:
         model = read_model(kind, path, DTYPES[dtype], trust_remote_code, empty)
