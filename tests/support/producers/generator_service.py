@@ -157,7 +157,7 @@ async def read_published(broker: Broker, count: int) -> list[Trajectory]:
     client, key = broker.connection.client, broker.connection.keys.trajectories
     position: Any = "0"
     found: list[Trajectory] = []
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(120):
         while len(found) < count:
             for _, entries in await asyncio.to_thread(client.xread, {key: position}, count, 1000) or []:
                 position = entries[-1][0]

@@ -51,14 +51,15 @@ SIZES: dict[str, Any] = {
 class Case:
     """A layout of four ranks and a model for it.
 
-    rows: how many samples there are. replayed: experts are given. written: whether its weights are published, and
-    changed by Muon; not for cases whose weights are cut as another's.
+    rows: how many samples there are. window: tokens that a layer sees; 0 for all. replayed: experts are given. written:
+    whether its weights are published, and changed by Muon; not for cases whose weights are cut as another's.
     """
 
     parallel: dict[str, int] = field(default_factory=dict)
     tied: bool = False
     vocabulary: int = 96
     rows: int = len(LENGTHS)
+    window: int = 0
     checkpointing: Checkpointing = False
     offload: bool = False
     experts: int = 0
@@ -83,8 +84,8 @@ CASES = {
     "context 2, tensor 2, activations computed again": Case(
         {"context": 2, "tensor": 2}, checkpointing=True, written=False
     ),
-    "context 2, tensor 2, attention kept, the rest in main memory": Case(
-        {"context": 2, "tensor": 2}, checkpointing="selective", offload=True, written=False
+    "context 2, tensor 2, a window, attention kept, the rest in main memory": Case(
+        {"context": 2, "tensor": 2}, window=7, checkpointing="selective", offload=True, written=False
     ),
     "shard 4, activations in main memory": Case(checkpointing=True, offload=True, written=False),
     "shard 4, experts": Case(experts=8),
@@ -107,7 +108,7 @@ FEW = (
     "replicate 2, context 2",
     "shard 2, tensor 2, a data part without samples",
     "context 2, tensor 2, tied",
-    "context 2, tensor 2, attention kept, the rest in main memory",
+    "context 2, tensor 2, a window, attention kept, the rest in main memory",
     "shard 2, tensor 2, experts cut",
     "context 2, tensor 2, expert 2, experts of the rollout",
 )
@@ -257,6 +258,8 @@ def make_model(case: Case) -> PreTrainedModel:
     """A tiny Qwen3, whose norms within heads are the hardest part of cutting layers."""
     torch.manual_seed(0)
     sizes = {**SIZES, "vocab_size": case.vocabulary, "tie_word_embeddings": case.tied}
+    if case.window:
+        sizes |= {"use_sliding_window": True, "sliding_window": case.window, "max_window_layers": 1}
     model: PreTrainedModel = Qwen3ForCausalLM(Qwen3Config(**sizes))
     if case.experts:
         mixture = Qwen3MoeConfig(**sizes, num_experts=case.experts, num_experts_per_tok=2, moe_intermediate_size=32)
