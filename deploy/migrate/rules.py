@@ -3,7 +3,6 @@
 Columns are those of `ConversionRule`, with | between them. A row may name several keys that have the same rule.
 """
 
-import csv
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -13,6 +12,7 @@ from typing import Any
 
 import yaml
 
+TABLES = Path(__file__).with_name("tables")
 FILL_IN = "FILL_IN"
 """In the place of a name that Tidemill does not have: refused before anything starts, so that no default is trained."""
 
@@ -50,39 +50,14 @@ class ConversionRule:
         return value if isinstance(self.convert, str) else self.convert(value)
 
 
-def same(value: Any) -> Any:
-    """Return the value as it is."""
-    return value
-
-
-def positive(value: Any) -> int | None:
-    """Return a count, or None if it is below 1, which stands for no limit in other systems."""
-    return int(value) if isinstance(value, int | float) and value >= 1 else None
-
-
 def several(value: Any) -> int | None:
     """Return a count above 1, which is what there is anyway."""
     return int(value) if value > 1 else None
 
 
-def nonzero(value: Any) -> float | None:
-    """Return a number, None for 0."""
-    return float(value) or None
-
-
 def listed(value: Any) -> list[Any]:
     """Return a list, of one item if the value is a text."""
     return [value] if isinstance(value, str) else list(value)
-
-
-def trackers(value: Any) -> list[Any] | None:
-    """Return trackers, less those that are always there; None without any."""
-    return [name for name in listed(value) if name not in ("console", "file", "none", "all")] or None
-
-
-def staleness(value: Any) -> int:
-    """Return a bound for flow.staleness, which is at most 1000."""
-    return min(int(value), 1000)
 
 
 def schedule(name: Any) -> str | None:
@@ -91,50 +66,46 @@ def schedule(name: Any) -> str | None:
     return match[1] if match else None
 
 
-def names(value: Any) -> list[str] | None:
-    """Return a list of layers; None for a text, or if it names all that are linear."""
-    return value if isinstance(value, list) and "all-linear" not in value else None
-
-
-def top_k(value: Any) -> int:
-    """Return a number of tokens, -1 for all where that is 0."""
-    return int(value) or -1
-
-
-def one_more(value: Any) -> int:
-    """Return how many calls there are, one more than turns of the user."""
-    return int(value) + 1
-
-
 def run_name(text: Any) -> str | None:
     """Return a name that run.name allows: lower-case letters, digits, - and _; None if nothing is left."""
     return re.sub(r"[^a-z0-9_-]+", "-", str(text or "").lower()).strip("-_")[:63] or None
 
 
-OWN = (same, positive, several, nonzero, listed, trackers, staleness, schedule, names, top_k, one_more, run_name)
-CONVERSIONS: dict[str, Callable[[Any], Any]] = {one.__name__: one for one in (*OWN, bool, float, int, str, ceil)}
-"""By the name that the column ``convert`` has."""
+CONVERSIONS: dict[str, Callable[[Any], Any]] = {
+    **{function.__name__: function for function in (several, listed, schedule, run_name, bool, float, int, str, ceil)},
+    "same": lambda value: value,
+    # In other systems a count below 1 stands for no limit.
+    "positive": lambda value: int(value) if isinstance(value, int | float) and value >= 1 else None,
+    "nonzero": lambda value: float(value) or None,
+    # Some trackers are always there.
+    "trackers": lambda value: [one for one in listed(value) if one not in ("console", "file", "none", "all")] or None,
+    # The bound flow.staleness is at most 1000.
+    "staleness": lambda value: min(int(value), 1000),
+    # A list of layers, unless it names all that are linear.
+    "names": lambda value: value if isinstance(value, list) and "all-linear" not in value else None,
+    # Where 0 stands for all tokens.
+    "top_k": lambda value: int(value) or -1,
+    # There are as many calls as turns of the user, and one more.
+    "one_more": lambda value: int(value) + 1,
+}
+"""By the name that the column ``convert`` has: our value of theirs, None without one."""
 
 
 def read_words(system: str) -> dict[str, Any]:
     """Return a system's names in the table of words, by group."""
-    text = Path(__file__).with_name("tables").joinpath("words.yaml").read_text(encoding="utf-8")
-    words: dict[str, Any] = yaml.safe_load(text)[system]
+    words: dict[str, Any] = yaml.safe_load(TABLES.joinpath("words.yaml").read_text(encoding="utf-8"))[system]
     return words
 
 
 def read_rules(name: str, base: str | None = None, words: tuple[str, str] = ("", "")) -> tuple[ConversionRule, ...]:
     """Return the rules of a table, and those of ``base`` for other keys, in another section: ``words`` of both."""
     rules = []
-    with Path(__file__).with_name("tables").joinpath(f"{name}.csv").open(encoding="utf-8", newline="") as file:
-        rows = csv.reader(file, delimiter="|", quoting=csv.QUOTE_NONE)
-        next(rows)
-        for row in rows:
-            keys, ours, note, convert, default, idle, when = [*map(str.strip, row), *[""] * (7 - len(row))]
-            is_mapping = convert.startswith("{")
-            made = yaml.safe_load(convert) if is_mapping else CONVERSIONS.get(convert, convert) if convert else None
-            rest = (ours, note, made, yaml.safe_load(default), tuple(yaml.safe_load(f"[{idle}]")), when)
-            rules += [ConversionRule(key, *rest) for key in keys.split(", ")]
+    for row in TABLES.joinpath(f"{name}.csv").read_text(encoding="utf-8").splitlines()[1:]:
+        columns = [column.strip() for column in row.split("|")]
+        keys, ours, note, convert, default, idle, when = columns + [""] * (7 - len(columns))
+        made = yaml.safe_load(convert) if convert.startswith("{") else CONVERSIONS.get(convert, convert or None)
+        rest = (ours, note, made, yaml.safe_load(default), tuple(yaml.safe_load(f"[{idle}]")), when)
+        rules += [ConversionRule(key, *rest) for key in keys.split(", ")]
     own, (theirs, ours) = {rule.theirs for rule in rules}, words
     more = (rule for rule in (read_rules(base) if base else ()) if rule.theirs not in own)
     return (*rules, *(replace(rule, ours=re.sub(rf"^{theirs}\.", f"{ours}.", rule.ours)) for rule in more))
