@@ -1,7 +1,6 @@
 """Command lines of a shell script, found without running it: variables, arithmetic, arrays, tests and functions.
 
-tree-sitter-bash parses the script; nothing is started and no file is read. What only a run can tell, such as a variable
-from outside or the output of a program, stays as it is written, behind UNKNOWN.
+What only a run can tell, such as the output of a program, stays as it is written, behind UNKNOWN.
 """
 
 import ast
@@ -9,17 +8,13 @@ import fnmatch
 import math
 import operator
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import tree_sitter_bash
 from tree_sitter import Language, Node, Parser
 
-UNKNOWN = "\0"
-"""In a word: what follows is the script's text, whose value only a run tells."""
-BREAK = "\1"
-"""Between the words that one expansion becomes."""
-BLANK = "\2"
-"""For a blank in the text of what is unknown, where no words are split."""
+UNKNOWN, BREAK, BLANK = "\0", "\1", "\2"
+"""In a word: before text whose value only a run tells, between words of one expansion, for blanks of unknown text."""
 OPERATORS: dict[type, Callable[[int, int], int]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -35,7 +30,7 @@ OPERATORS: dict[type, Callable[[int, int], int]] = {
 }
 NUMBERS = {"-eq": ast.Eq, "-ne": ast.NotEq, "-lt": ast.Lt, "-le": ast.LtE, "-gt": ast.Gt, "-ge": ast.GtE}
 NAME = re.compile(r"\$\{(\w+)\}|\$?\b([A-Za-z_]\w*)")
-EXPANSION = re.compile(r"\$\{([#!]?)(\w+|[@*#?])(?:\[([^\]]*)\])?", re.ASCII)
+EXPANSION = re.compile(r"\$\{?([#!]?)(\w+|[@*#?])(?:\[([^\]]*)\])?", re.ASCII)
 ESCAPE = re.compile(r"\\(\n|.)", re.DOTALL)
 ESCAPE_IN_STRING = re.compile(r'\\([$`"\\\n])')
 
@@ -43,16 +38,14 @@ ESCAPE_IN_STRING = re.compile(r'\\([$`"\\\n])')
 def command_lines(text: str) -> list[list[str]]:
     """Return the words of each command that a bash script starts, in order; ValueError if the text is no script."""
     root = Parser(Language(tree_sitter_bash.language())).parse(text.encode()).root_node
+    node = root
+    while not node.is_error and (wrong := [child for child in node.children if child.has_error]):
+        node = wrong[0]
     if root.has_error:
-        raise ValueError(f"line {_first_error(root).start_point[0] + 1} is not understood as bash")
+        raise ValueError(f"line {node.start_point[0] + 1} is not understood as bash")
     script = Script()
     script.run(root)
     return script.commands
-
-
-def _first_error(node: Node) -> Node:
-    inner = next((child for child in node.children if child.has_error), None)
-    return node if inner is None or node.is_error else _first_error(inner)
 
 
 def _raw(node: Node) -> str:
@@ -74,16 +67,16 @@ class Script:
 
     def run(self, node: Node) -> bool | None:
         """Go through a statement; returns whether it succeeds, None if only a run tells."""
-        handler = getattr(self, f"_{node.type}", None)
-        if handler is not None:
-            return bool(done) if (done := handler(node)) is not None else None
-        if node.type in ("while_statement", "c_style_for_statement"):
-            self._forget(node)
-            return None
+        if (handler := getattr(self, f"_{node.type}", None)) is not None:
+            succeeded: bool | None = handler(node)
+            return succeeded
+        redirects = ("comment", "file_redirect", "heredoc_redirect", "herestring_redirect")
+        return self._run_all(child for child in node.named_children if child.type not in redirects)
+
+    def _run_all(self, nodes: Iterable[Node]) -> bool | None:
         succeeded: bool | None = True
-        for child in node.named_children:
-            if child.type not in ("comment", "file_redirect", "heredoc_redirect", "herestring_redirect"):
-                succeeded = self.run(child)
+        for node in nodes:
+            succeeded = self.run(node)
         return succeeded
 
     def _forget(self, node: Node) -> None:
@@ -94,15 +87,15 @@ class Script:
         for child in node.named_children:
             self._forget(child)
 
+    _while_statement = _c_style_for_statement = _forget
+
     def _variable_assignment(self, node: Node) -> bool:
         name, value = node.child_by_field_name("name"), node.child_by_field_name("value")
         if name is None or name.type == "subscript":
             return True
-        given: str | list[str]
+        given: str | list[str] = self._text(value)
         if value is not None and value.type == "array":
             given = [word for child in value.named_children if child.type != "comment" for word in self.words(child)]
-        else:
-            given = self._text(value)
         before = self.variables.get(_raw(name), "")
         if any(_raw(child) == "+=" for child in node.children):
             both = [one if isinstance(one, list) else [one] for one in (before, given)]
@@ -111,10 +104,7 @@ class Script:
         return True
 
     def _declaration_command(self, node: Node) -> bool:
-        for child in node.named_children:
-            if child.type == "variable_assignment":
-                self._variable_assignment(child)
-        return True
+        return all([self._variable_assignment(one) for one in node.named_children if one.type == "variable_assignment"])
 
     def _function_definition(self, node: Node) -> None:
         name, body = node.child_by_field_name("name"), node.child_by_field_name("body")
@@ -124,7 +114,7 @@ class Script:
     def _command(self, node: Node) -> bool | None:
         words = [word for child in node.named_children if "assign" not in child.type for word in self.words(child)]
         if not words:
-            return all([self._variable_assignment(child) for child in node.named_children if "assign" in child.type])
+            return self._declaration_command(node)
         if (body := self.functions.pop(words[0], None)) is not None:
             # Out of the table meanwhile: one that calls itself would never end.
             self.run(body)
@@ -153,15 +143,12 @@ class Script:
         for branch in (node, *clauses):
             inner = [child for child in branch.named_children if child not in clauses]
             then = next((child.start_byte for child in branch.children if child.type == "then"), branch.start_byte)
-            succeeded: bool | None = True
-            for condition in (child for child in inner if child.start_byte < then):
-                succeeded = self.run(condition)
+            succeeded = self._run_all(child for child in inner if child.start_byte < then)
             if succeeded is None:
                 self._forget(node)
                 return
             if succeeded:
-                for statement in (child for child in inner if child.start_byte > then):
-                    self.run(statement)
+                self._run_all(child for child in inner if child.start_byte > then)
                 return
 
     def _case_statement(self, node: Node) -> None:
@@ -172,8 +159,7 @@ class Script:
         for item in (child for child in node.named_children if child.type == "case_item"):
             values = item.children_by_field_name("value")
             if any(fnmatch.fnmatchcase(value, self._text(pattern)) for pattern in values):
-                for statement in item.named_children[len(values) :]:
-                    self.run(statement)
+                self._run_all(item.named_children[len(values) :])
                 return
 
     def _for_statement(self, node: Node) -> None:
@@ -271,25 +257,26 @@ class Script:
             # The script is started without arguments.
             return ""
         match = EXPANSION.match(text)
-        name = match[2] if match else text[1:]
-        value = self.variables.get(name)
-        rest = text[match.end() : -1] if match else ""
+        if match is None:
+            return _unknown(text)
+        sign, name, index = match.groups("")
+        value, rest = self.variables.get(name), text[match.end() : -1]
         if rest[:2] in (":-", ":=", ":+", ":?") or rest[:1] in ("-", "=", "+", "?"):
-            sign, empty = rest.lstrip(":")[:1], rest[0] == ":" and not value
-            if sign == "+":
-                return "" if value is None or empty else self._rest(node, rest, quoted)
-            if value is None or empty:
-                given = _unknown(text) if sign == "?" else self._rest(node, rest, quoted)
-                if sign == "=":
+            choice, is_unset = rest.lstrip(":")[:1], value is None or (rest[0] == ":" and not value)
+            if choice == "+":
+                return "" if is_unset else self._rest(node, rest, quoted)
+            if is_unset:
+                given = _unknown(text) if choice == "?" else self._rest(node, rest, quoted)
+                if choice == "=":
                     self.variables[name] = given
                 return given
             rest = ""
-        if value is None or (match and match[1] == "!"):
+        if value is None or sign == "!":
             return _unknown(text)
-        if match and match[1] == "#":
+        if sign == "#":
             return str(len(value))
         if isinstance(value, list):
-            index = (match[3] or "0") if match else "0"
+            index = index or "0"
             if index not in ("@", "*"):
                 value = value[int(index)] if index.isdecimal() and int(index) < len(value) else _unknown(text)
             elif not rest:
