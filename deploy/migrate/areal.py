@@ -1,15 +1,11 @@
-"""AReaL: its YAML of dataclasses, or a shell script that starts one with overrides.
-
-Keys are those of AReaL in May to August 2026, with the backends of trainer and generators in each section or in
-``allocation_mode``.
-"""
+"""AReaL in May to August 2026: its YAML of dataclasses, or a shell script that starts one with overrides."""
 
 import re
 from pathlib import Path
 from typing import Any
 
-from deploy.migrate.conversion import COMPARED, SHELL, YAML, Conversion, ForeignSystem, reads_images
-from deploy.migrate.hydra import compose, find_above, overrides, read_yaml, settings
+from deploy.migrate.conversion import COMPARED, SHELL, YAML, Conversion, ForeignSystem, Signs, reads_images
+from deploy.migrate.hydra import find_above, overrides, read_composed
 from deploy.migrate.rules import FILL_IN, read_rules, read_words, run_name
 from deploy.migrate.shell import command_lines
 from schemas.errors import ConfigError
@@ -33,9 +29,8 @@ def convert(done: Conversion) -> None:
     """Convert settings of AReaL, in its own defaults where they differ from ours and decide what is trained."""
     known, kind = done.known, done.value("train_dataset.type")
     if kind not in ("rl", "dpo", "rw"):
-        raise ConfigError(
-            f"train_dataset.type {kind} has no counterpart: rl, dpo and rw (a reward model) are converted"
-        )
+        read = "rl, dpo and rw (a reward model)"
+        raise ConfigError(f"train_dataset.type {kind} has no counterpart: {read} are converted")
     answer = done.value("gconfig.max_new_tokens") if kind == "rl" else known.get("gconfig.max_new_tokens", 16)
     longest = known.get("gconfig.max_tokens", 0)
     done.set("model.max_length", longest if longest > answer else done.value("train_dataset.max_length") + answer)
@@ -97,9 +92,8 @@ def _loss(done: Conversion) -> None:
     if name == "decoupled_ppo":
         given = [done.value(f"{REJECTION}.{name}") for name in ("metric", "level", "action", "lower")]
         if not done.within(f"{REJECTION}."):
-            done.ask(
-                "trainer.loss.args.weight_limit: without rejection_sampling AReaL has no weights, here they have this"
-            )
+            limit = "trainer.loss.args.weight_limit"
+            done.ask(f"{limit}: without rejection_sampling AReaL has no weights, here they have this")
         elif given[:2] == ["ratio", "token"] and given[3] is None:
             done.set("trainer.loss.args", {"weight_limit": done.value(f"{REJECTION}.upper"), "weight_action": given[2]})
         else:
@@ -130,8 +124,7 @@ def _advantage(done: Conversion) -> None:
         done.set("trainer.advantage.args.eps", known.get(f"{norm}.eps", 1e-5) / scale)
         done.set("trainer.advantage.args.ddof", None if known.get(f"{norm}.std_unbiased", True) else 0)
     levels = [known.get(f"{whole}{kind}_level") for kind in ("mean", "std")]
-    if name == "gae":
-        done.set("trainer.advantage.args.normalise", False)
+    done.set("trainer.advantage.args.normalise", False if name == "gae" else None)
     done.set("trainer.advantage.normalise", True if levels == ["batch", "batch"] else None)
     if levels not in (["batch", "batch"], [None, None]):
         done.ask(f"trainer.advantage: normalized by {levels[0]} mean and {levels[1]} deviation is not built in")
@@ -142,10 +135,8 @@ def _advantage(done: Conversion) -> None:
     if name in COMPARED:
         done.leave("the mean of a group takes it away", "actor.reward_bias")
     elif bias := known.get("actor.reward_bias"):
-        done.ask(
-            f"reward.terms: AReaL adds reward_bias {bias:g} to each reward: add a term of your own that is {bias:g}"
-            + (f", with weight {scale:g}" if scaled else "")
-        )
+        own = f"{bias:g}" + (f", with weight {scale:g}" if scaled else "")
+        done.ask(f"reward.terms: AReaL adds reward_bias {bias:g} to each reward: add a term of your own that is {own}")
 
 
 def _workflow(done: Conversion) -> None:
@@ -175,7 +166,7 @@ def _data(done: Conversion) -> None:
     held_out = known.get("valid_dataset.path")
     if held_out and (known.get("evaluator.freq_steps") or known.get("evaluator.freq_epochs")):
         rows = {"path": held_out, "split": done.value("valid_dataset.split"), **args}
-        done.set_eval([{"name": "hf", "args": rows}])
+        done.set("eval.dataset", {"name": "hf", "args": rows})
         if not known.get("evaluator.freq_steps"):
             done.ask("eval.every: the steps of an epoch")
     done.truncate("gconfig.top_p", "gconfig.top_k")
@@ -197,27 +188,22 @@ def _preference(done: Conversion, section: str) -> None:
     done.set_steps("total_train_epochs", section)
 
 
-def _looks_like(file: Path, text: str) -> bool:
-    if file.suffix in SHELL:
-        is_started = "--config" in text and re.search(r"\b(actor|rollout|scheduler)\.\w+=", text) is not None
-        return is_started and "actor_rollout_ref" not in text
-    signs = (r"^experiment_name:", r"^(gconfig|actor|train_dataset):")
-    return file.suffix in YAML and all(re.search(sign, text, re.M) for sign in signs)
-
-
 def _read(file: Path, text: str) -> dict[str, Any]:
     if file.suffix not in SHELL:
-        return settings(compose(file, read_yaml(text, file)))
+        return read_composed(file, text)
     for words in command_lines(text):
-        at = next((at for at, word in enumerate(words) if word in ("--config", "--config-file")), None)
-        if at is not None and at + 1 < len(words):
+        at = next((at for at, word in enumerate(words[:-1]) if word in ("--config", "--config-file")), None)
+        if at is not None:
             config = find_above(file, words[at + 1])
             if config is None:
                 name = words[at + 1]
                 raise ConfigError(f"{file} starts from {name}, which is neither beside it nor in a folder above")
-            tree = compose(config, read_yaml(config.read_text(encoding="utf-8"), config))
-            return settings(tree, overrides(words[at + 2 :]))
+            return read_composed(config, given=overrides(words[at + 2 :]))
     raise ConfigError(f"{file} has no command with --config: there is nothing to convert")
 
 
-SYSTEM = ForeignSystem("AReaL", read_rules("areal"), _looks_like, _read, convert)
+SIGNS = (
+    Signs(SHELL, ("--config", r"\b(actor|rollout|scheduler)\.\w+="), "actor_rollout_ref"),
+    Signs(YAML, (r"^experiment_name:", r"^(gconfig|actor|train_dataset):")),
+)
+SYSTEM = ForeignSystem("AReaL", read_rules("areal"), SIGNS, _read, convert)

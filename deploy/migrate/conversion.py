@@ -1,15 +1,11 @@
-"""A conversion of another system's settings: rules, the resulting configuration, and notes.
-
-Promises: every setting of the file is carried over or named with its value. `Conversion.finish` finds out what makes
-no difference to the configuration, so that a rule that is missing or that fails to apply can't lose a setting.
-"""
+"""A conversion of another system's settings, of which each is carried over or named with its value."""
 
 import copy
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, NamedTuple
 
 from deploy.migrate.rules import FILL_IN, ConversionRule
 
@@ -168,10 +164,7 @@ class Conversion:
             )
 
     def set_advantage(self, name: str, keeps: bool | None = None) -> str:
-        """Set the advantage, and whether groups of equal rewards are kept; returns its name.
-
-        What compares samples of a group has nothing to compare in a group of one, whose reward is taken as it is.
-        """
+        """Set the advantage, raw for groups of one, and whether groups of equal rewards are kept; returns its name."""
         if name in COMPARED and self.get("sampling.n") == 1:
             self.ask(f"sampling.n is 1, so that {name} compares nothing: trainer.advantage.name is raw")
             name = "raw"
@@ -180,9 +173,9 @@ class Conversion:
             self.set("trainer.advantage.keep_zero_variance", keeps)
         return name
 
-    def set_eval(self, datasets: list[dict[str, Any]]) -> None:
-        """Set the held-out datasets; rules set when they are evaluated, and how."""
-        self.set("eval.dataset", datasets[0] if len(datasets) == 1 else datasets)
+    def set_datasets(self, path: str, datasets: list[dict[str, Any]]) -> None:
+        """Set the datasets of training, or held-out ones, of which rules set when they are evaluated, and how."""
+        self.set(path, datasets[0] if len(datasets) == 1 else datasets)
 
     def datasets(self) -> list[dict[str, Any]]:
         """Return the datasets of training, then the held-out ones."""
@@ -221,10 +214,7 @@ class Conversion:
             self.set("generator.engine", "vllm")
 
     def finish(self, differs: Callable[[Mapping[str, Any]], bool]) -> None:
-        """Name each setting of which another value makes no difference.
-
-        differs: whether other settings become another configuration, or leave something else to do.
-        """
+        """Name each setting of which another value makes no difference to ``differs``, so that no rule can lose one."""
         for key, value in self.found.items():
             rule = self.rule(key)
             if rule is None or key in self.left_out or isinstance(value, Unread | Reference) or value in rule.idle:
@@ -236,18 +226,15 @@ class Conversion:
 
     def notes(self) -> list[str]:
         """Return the notes, a line each: what is left to do, then what was left out."""
-        lines = [f"To do: {text}" for text in self.to_do]
-        reasons: dict[tuple[str, str], list[str]] = {}
-        for key, reason in self.left_out.items():
-            reasons.setdefault((key.rpartition(".")[0], reason), []).append(key)
-        lines += [f"Left out: {', '.join(map(self._written, keys))}: {reason}" for (_, reason), keys in reasons.items()]
-        sections: dict[str, list[str]] = {}
-        for key in self.unknown:
-            sections.setdefault(key.rpartition(".")[0], []).append(key)
-        return lines + [f"Not known, left out: {', '.join(map(self._written, keys))}" for keys in sections.values()]
-
-    def _written(self, key: str) -> str:
-        return f"{key}={' '.join(str(self.found[key]).split())}"
+        # By the section and the reason, which is empty of a setting that is not known.
+        groups: dict[tuple[str, str], list[str]] = {}
+        for key, reason in (*self.left_out.items(), *((key, "") for key in self.unknown)):
+            written = f"{key}={' '.join(str(self.found[key]).split())}"
+            groups.setdefault((key.rpartition(".")[0], reason), []).append(written)
+        return [f"To do: {text}" for text in self.to_do] + [
+            f"Left out: {', '.join(one)}: {reason}" if reason else f"Not known, left out: {', '.join(one)}"
+            for (_, reason), one in groups.items()
+        ]
 
 
 def others(value: Any) -> tuple[Any, ...]:
@@ -261,20 +248,34 @@ def others(value: Any) -> tuple[Any, ...]:
     return (f"{value}x", f"x{value}") if isinstance(value, str) else (type(value)(),)
 
 
+class Signs(NamedTuple):
+    """What tells whose a file is: how its name ends, patterns that its text has all of, and a word that it lacks."""
+
+    endings: tuple[str, ...]
+    patterns: tuple[str, ...] = ()
+    lacks: str = ""
+
+
 @dataclass(frozen=True)
 class ForeignSystem:
     """Another system that configurations are converted from.
 
-    looks_like: whether a file, given with its text, is one of its own. read: its settings by key, with `Unread` for
-    what only running it could tell; ConfigError, ValueError. convert: carries over what rules alone can't; TypeError,
-    ValueError, AttributeError for a value of a wrong type.
+    signs: of its files, each one enough. read: the settings of a file and its text by key, with `Unread` for what only
+    running it could tell; ConfigError, ValueError. convert: carries over what rules alone can't; TypeError, ValueError,
+    AttributeError for a value of a wrong type.
     """
 
     title: str
     rules: tuple[ConversionRule, ...]
-    looks_like: Callable[[Path, str], bool]
+    signs: tuple[Signs, ...]
     read: Callable[[Path, str], Mapping[str, Any]]
     convert: Callable[[Conversion], None]
+
+    def looks_like(self, file: Path, text: str) -> bool:
+        """Whether a file with this text is one of its own; continued lines of a shell script count as one."""
+        text = text.replace("\\\n", " ") if file.suffix in SHELL else text
+        possible = (one for one in self.signs if file.suffix in one.endings and not (one.lacks and one.lacks in text))
+        return any(all(re.search(pattern, text, re.M) for pattern in one.patterns) for one in possible)
 
 
 def reads_images(model: Any) -> bool:

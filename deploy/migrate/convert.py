@@ -26,10 +26,9 @@ SYSTEMS: dict[str, ForeignSystem] = {
 
 
 def convert_file(*files: Path, system: str | None = None, processes: int | None = None) -> tuple[str, Conversion]:
-    """Convert a script or configuration files; returns the system's title with the conversion. ConfigError.
+    """Convert a script or configuration files, of which later ones count; returns the system's title, too. ConfigError.
 
-    files: of several, settings of a later one count. system: a name of SYSTEMS, by default what the first file looks
-    like. processes: see Conversion.
+    system: a name of SYSTEMS, by default what the first file looks like. processes: see Conversion.
     """
     texts = {file: _text(file) for file in files}
     file, text = next(iter(texts.items()))
@@ -100,8 +99,7 @@ def render(file: Path, system: str, done: Conversion) -> str:
     """Return the configuration as YAML, headed by what is left to do and what was left out."""
     missing = done.missing()
     then = f"{len(missing)} to fill in: {', '.join(missing)}" if missing else "Try it with: tidemill doctor"
-    lines = [f"# Converted from {file.name} of {system}. {then}"]
-    lines += [f"# {note}" for note in done.notes()]
+    lines = [f"# Converted from {file.name} of {system}. {then}", *(f"# {note}" for note in done.notes())]
     order = ("run", "model", "warm_start", "train", "eval", "sampling", "reward", "flow", "generator", "trainer", "dpo")
     config = {name: done.config[name] for name in order if name in done.config} | done.config
     return "\n".join(lines) + "\n" + yaml.safe_dump(config, sort_keys=False, allow_unicode=True)

@@ -1,7 +1,4 @@
-"""YAML of Hydra and OmegaConf: references to other settings, overrides by dotted keys, and files that others include.
-
-Their own libraries pin a version of the ANTLR runtime that math-verify excludes.
-"""
+"""YAML of Hydra and OmegaConf, whose own libraries pin a version of the ANTLR runtime that math-verify excludes."""
 
 import operator
 import re
@@ -17,7 +14,6 @@ from schemas.errors import ConfigError
 
 REFERENCE = re.compile(r"\$\{([^${}]*)\}")
 OVERRIDE = re.compile(r"^\+{0,2}([A-Za-z_]\w*(?:\.\w+)*|--config-(?:name|path))=(.*)$", re.DOTALL)
-OWN = ("_target_", "defaults")
 RESOLVERS: dict[str, Callable[..., Any]] = {
     "subtract": operator.sub,
     "multiply": operator.mul,
@@ -29,9 +25,9 @@ RESOLVERS: dict[str, Callable[..., Any]] = {
 """Functions in references that systems register, such as ``${subtract:${a}, 1}``."""
 
 
-def read_yaml(text: str, file: Path) -> dict[str, Any]:
-    """Return a file's mapping; ConfigError, yaml.YAMLError."""
-    tree = yaml.safe_load(text)
+def read_yaml(file: Path, text: str | None = None) -> dict[str, Any]:
+    """Return the mapping of a file, whose text may be given; ConfigError, yaml.YAMLError."""
+    tree = yaml.safe_load(file.read_text(encoding="utf-8") if text is None else text)
     if not isinstance(tree, dict):
         raise ConfigError(f"{file} must hold settings, it holds {type(tree).__name__}")
     return tree
@@ -95,12 +91,17 @@ def compose(file: Path, tree: dict[str, Any], folder: Path | None = None, depth:
         if group.startswith("hydra/") or not path.is_file() or depth == 0:
             composed = merge(composed, {"defaults": {str(key): name or "included"}})
             continue
-        inside = compose(path, read_yaml(path.read_text(encoding="utf-8"), path), folder, depth - 1)
+        inside = compose(path, read_yaml(path), folder, depth - 1)
         where = package or (group.replace("/", ".") if name else "")
         for part in reversed([] if where in ("", "_global_", "_here_") else where.split(".")):
             inside = {part: inside}
         composed = merge(composed, inside)
     return merge(composed, own)
+
+
+def read_composed(file: Path, text: str | None = None, given: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Return the settings of a YAML file with the files that it includes, and overrides by dotted key."""
+    return settings(compose(file, read_yaml(file, text)), given)
 
 
 def settings(tree: Mapping[str, Any], given: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -111,31 +112,26 @@ def settings(tree: Mapping[str, Any], given: Mapping[str, Any] | None = None) ->
     """
     flat = {**dict(_leaves(tree)), **(given or {})}
     for key, value in list(flat.items()):
-        whole = REFERENCE.fullmatch(value) if isinstance(value, str) else None
-        if whole is None:
-            continue
-        below = f"{whole[1]}."
-        for other in [name for name in flat if name.startswith(below)]:
-            flat[f"{key}.{other.removeprefix(below)}"] = f"${{{other}}}"
-            flat[key] = None
-    found = {}
+        if (whole := REFERENCE.fullmatch(str(value))) is not None:
+            for other in [name for name in flat if name.startswith(f"{whole[1]}.")]:
+                flat[key + other.removeprefix(whole[1])] = f"${{{other}}}"
+                flat[key] = None
+    found: dict[str, Any] = {}
     for key, written in flat.items():
         value = number(_resolved(Unread(written) if written == "???" else written, flat, 16))
-        if value is None:
-            continue
-        whole = REFERENCE.fullmatch(written) if isinstance(written, str) and not isinstance(value, Unread) else None
-        if whole is not None and not whole[1].startswith("oc.env:"):
-            reference = Reference(written)
-            reference.value = value
-            value = reference
-        found[key] = value
+        whole = None if isinstance(value, Unread) else REFERENCE.fullmatch(str(written))
+        if whole is not None and value is not None and not whole[1].startswith("oc.env:"):
+            found[key] = Reference(written)
+            found[key].value = value
+        elif value is not None:
+            found[key] = value
     return found
 
 
 def _leaves(tree: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
     for name, value in tree.items():
         key = f"{path}.{name}".lstrip(".")
-        if name in OWN and not (name == "defaults" and isinstance(value, dict)):
+        if name == "_target_" or (name == "defaults" and not isinstance(value, dict)):
             continue
         if isinstance(value, Mapping) and value:
             yield from _leaves(value, key)
@@ -154,9 +150,8 @@ def _resolved(value: Any, flat: Mapping[str, Any], depth: int) -> Any:
         function, _, given = name.partition(":")
         if function == "oc.select":
             key, _, default = given.partition(",")
-            return (
-                _resolved(flat.get(key.strip(), yaml.safe_load(default)), flat, depth - 1) if depth else Unread(value)
-            )
+            selected = flat.get(key.strip(), yaml.safe_load(default))
+            return _resolved(selected, flat, depth - 1) if depth else Unread(value)
         try:
             return RESOLVERS[function](*(yaml.safe_load(one) for one in given.split(",")))
         except (KeyError, TypeError, ZeroDivisionError, yaml.YAMLError):

@@ -1,14 +1,10 @@
-"""prime-rl: the TOML of its RL command, whose environments of verifiers run here as they are.
-
-Keys are those of prime-rl in August 2026.
-"""
+"""prime-rl in August 2026: the TOML of its RL command, whose environments of verifiers run here as they are."""
 
 import tomllib
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
-from deploy.migrate.conversion import Conversion, ForeignSystem
+from deploy.migrate.conversion import Conversion, ForeignSystem, Signs
 from deploy.migrate.hydra import settings
 from deploy.migrate.rules import FILL_IN, read_rules, read_words, run_name
 from schemas.errors import ConfigError
@@ -51,24 +47,21 @@ def _loss(done: Conversion) -> None:
 
 
 def _trainer(done: Conversion) -> None:
-    known = done.known
     kind, warmup, last = (done.value(f"trainer.scheduler.{name}") for name in ("type", "warmup_steps", "decay_steps"))
     if kind == "linear" and last == 0:
         done.set("trainer.optimizer.schedule", "constant")
-    elif kind == "linear" and last != known.get("max_steps", 0) - warmup:
+    elif kind == "linear" and last != done.known.get("max_steps", 0) - warmup:
         done.ask(f"trainer.optimizer.schedule: there the learning rate falls over the last {last} steps, here over all")
-    if done.within("trainer.model.ac"):
-        done.set("trainer.activation_checkpointing", True)
-    if done.within("trainer.model.ac_offloading"):
-        done.set("trainer.activation_offload", True)
-    if "trainer.model.compile" in known and not done.get("trainer.router_replay"):
-        done.set("trainer.compile", known["trainer.model.compile"] != "None")
+    done.set("trainer.activation_checkpointing", bool(done.within("trainer.model.ac")) or None)
+    done.set("trainer.activation_offload", bool(done.within("trainer.model.ac_offloading")) or None)
+    if "trainer.model.compile" in done.known and not done.get("trainer.router_replay"):
+        done.set("trainer.compile", done.known["trainer.model.compile"] != "None")
     done.set("trainer.trackers", ["wandb"] if done.within("monitors.wandb") else None)
 
 
 def _engine(done: Conversion) -> None:
-    args = {key.rpartition(".")[2]: done.known[key] for key in done.within("inference.vllm.")}
-    args = {name: value for name, value in args.items() if name not in NOT_PASSED}
+    names = {key.rpartition(".")[2]: key for key in done.within("inference.vllm.")}
+    args = {name: done.known[key] for name, key in names.items() if name not in NOT_PASSED}
     done.set("generator.engine", "vllm")
     done.set("generator.args", args or None)
     gpus = done.known.get("deployment.num_infer_gpus")
@@ -81,8 +74,7 @@ def _environments(done: Conversion) -> None:
     trained = [_dataset(done, "train", one, "ratio") for one in known.get(f"{TRAIN}.source", [])]
     if not trained:
         done.ask("train: an environment of verifiers, or another dataset")
-        trained = [{"name": "verifiers", "args": {"env": FILL_IN}}]
-    done.set("train", trained[0] if len(trained) == 1 else trained)
+    done.set_datasets("train", trained or [{"name": "verifiers", "args": {"env": FILL_IN}}])
     done.set("generator.workflow", {"name": "agent", "args": {"run": "verifiers"}})
     done.set("reward.terms", [{"name": "episode"}])
     done.ask(
@@ -96,7 +88,7 @@ def _environments(done: Conversion) -> None:
             one["limit"] = limit
     if held_out:
         most = known.get(f"{EVAL}.sampling.max_completion_tokens", done.get("sampling.max_tokens"))
-        done.set_eval(held_out)
+        done.set_datasets("eval.dataset", held_out)
         if (longest := min(most, done.get("model.max_length") - 1)) != done.get("sampling.max_tokens"):
             done.set("eval.sampling.max_tokens", longest)
 
@@ -113,8 +105,7 @@ def _dataset(done: Conversion, section: str, source: Mapping[str, Any], read: st
     return {"name": "verifiers", "label": label, "args": {"env": name, "args": dict(env)}, **weight}
 
 
-def _read(file: Path, text: str) -> dict[str, Any]:
-    return settings(tomllib.loads(text))
-
-
-SYSTEM = ForeignSystem("prime-rl", read_rules("prime_rl"), lambda file, text: file.suffix == ".toml", _read, convert)
+SIGNS = (Signs((".toml",)),)
+SYSTEM = ForeignSystem(
+    "prime-rl", read_rules("prime_rl"), SIGNS, lambda _, text: settings(tomllib.loads(text)), convert
+)

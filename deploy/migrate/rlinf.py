@@ -1,7 +1,4 @@
-"""RLinf: the Hydra YAML of its reasoning and agent recipes, and of PPO with small networks for control.
-
-Keys are those of RLinf in August 2026.
-"""
+"""RLinf in August 2026: the Hydra YAML of its reasoning, agent and embodied recipes."""
 
 import copy
 import json
@@ -11,8 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from deploy.migrate.conversion import YAML, Conversion, ForeignSystem, parquet, reads_images
-from deploy.migrate.hydra import compose, read_yaml, settings
+from deploy.migrate.conversion import YAML, Conversion, ForeignSystem, Signs, parquet, reads_images
+from deploy.migrate.hydra import compose, read_composed, read_yaml, settings
 from deploy.migrate.rules import FILL_IN, listed, read_rules, read_words, several
 from schemas.config.deploy import parse_ranges
 from schemas.errors import ConfigError
@@ -20,7 +17,6 @@ from schemas.errors import ConfigError
 SAMPLED = "algorithm.sampling_params"
 PLACED = "cluster.component_placement."
 WORDS = read_words("rlinf")
-KINDS = ("algorithm.adv_type", "algorithm.loss_type", "actor.model.model_type")
 
 
 def convert(done: Conversion) -> None:
@@ -65,26 +61,23 @@ def _placement(done: Conversion) -> None:
 def _data(done: Conversion) -> None:
     known = done.known
     columns = {"prompt": done.value("data.prompt_key"), "answer": done.value("data.answer_key")}
-    if known.get("data.apply_chat_template"):
-        columns["chat"] = True
-    given = done.config.get("train", {})
-    done.set("train", _dataset(known.get("data.train_data_paths"), columns) | given)
+    columns |= {"chat": True} if known.get("data.apply_chat_template") else {}
+    done.set("train", _dataset(known.get("data.train_data_paths"), columns) | done.config.get("train", {}))
     kind = known.get("reward.reward_type")
-    rule = WORDS["rewards"].get(str(kind), FILL_IN)
-    if rule == FILL_IN:
+    term: dict[str, Any] = {"name": WORDS["rewards"].get(str(kind), FILL_IN)}
+    if term["name"] == FILL_IN:
         done.ask(f"reward.terms: {kind} is not built in; it can be a function of your own")
-    term: dict[str, Any] = {"name": rule}
     if done.get("trainer.advantage.name") not in ("grpo", "reinforce_pp") and done.value("reward.reward_scale") != 1:
         term["weight"] = float(done.value("reward.reward_scale"))
     done.set("reward.terms", [term])
     held_out, every = ("data.val_data_paths", "runner.val_check_interval")
     if known.get(held_out) and done.value(every) > 0:
-        done.set_eval([_dataset(known[held_out], columns)])
+        done.set("eval.dataset", _dataset(known[held_out], columns))
     files = [key for key in ("data.train_data_paths", held_out) if isinstance(known.get(key), list)]
     if more := [key for key in files if len(known[key]) > 1]:
         done.ask(f"{', '.join(more)}: the first of several files is taken")
-    own = done.within("agentloop.", "tools.")
-    if own or done.value("runner.task_type") not in ("reasoning", "reasoning_eval", "math"):
+    is_own = done.value("runner.task_type") not in ("reasoning", "reasoning_eval", "math")
+    if is_own or done.within("agentloop.", "tools."):
         done.set("generator.workflow", {"name": FILL_IN})
 
 
@@ -142,29 +135,23 @@ def _tokens(done: Conversion) -> None:
     if (parts := done.get("trainer.minibatches") or 1) > done.get("trainer.batch_groups"):
         done.set("trainer.minibatches", done.get("trainer.batch_groups"))
         done.ask(f"trainer.minibatches: RLinf cuts a step into {parts}, also within a group")
-    path = known.get("actor.model.model_path")
+    old = known.get("actor.model.model_path")
     done.config["model"] |= {"path": FILL_IN, "max_length": 1024, "output_tokens": r"<a\d+>"}
-    done.ask(
-        f"model.path: in place of {path} a Qwen2.5-VL or Qwen3-VL with the tokens <a0> to <a255>, docs/embodied.md"
-    )
+    done.ask(f"model.path: in place of {old} a Qwen2.5-VL or Qwen3-VL with the tokens <a0> to <a255>, docs/embodied.md")
     done.set("sampling.max_tokens", chunk * done.value("actor.model.action_dim"))
     args = {"id": FILL_IN, "chunk": chunk, "picture": "picture", "success": True}
     turns = max(1, known.get("env.train.max_episode_steps", 1) // chunk)
     played = {"environment": "actions", "args": args, "history": False, "max_turns": turns}
     done.set("generator.workflow", {"name": "environment", "args": played})
     done.set("train.name", FILL_IN)
-    done.ask(
-        "train, generator.workflow.args.args.id: the tasks and the environment, as in examples/simulators/libero.yaml"
-    )
-
-
-def _looks_like_control(file: Path, text: str) -> bool:
-    return _looks_like(file, text) and re.search(r"\btask_type: *embodied", text) is not None
+    example = "examples/simulators/libero.yaml"
+    done.ask(f"train, generator.workflow.args.args.id: the tasks and the environment, as in {example}")
 
 
 def _read_control(file: Path, text: str) -> dict[str, Any]:
-    found = settings(compose(file, read_yaml(text, file)))
-    kind, loss, model = (str(found.get(key)) for key in KINDS)
+    found = read_composed(file, text)
+    keys = ("algorithm.adv_type", "algorithm.loss_type", "actor.model.model_type")
+    kind, loss, model = (str(found.get(key)) for key in keys)
     small, *others = WORDS["models"]
     acts = model == small or (model in others and kind != "embodied_sac")
     if not acts or loss not in WORDS["losses"].get(kind, ()):
@@ -173,13 +160,8 @@ def _read_control(file: Path, text: str) -> dict[str, Any]:
     return found
 
 
-def _looks_like(file: Path, text: str) -> bool:
-    is_composed = "component_placement" in text or re.search(r"^defaults:", text, re.M) is not None
-    return file.suffix in YAML and is_composed and re.search(r"^(runner|cluster):", text, re.M) is not None
-
-
 def _read(file: Path, text: str) -> dict[str, Any]:
-    tree = compose(file, read_yaml(text, file))
+    tree = compose(file, read_yaml(file, text))
     missing = [section for section in ("algorithm", "rollout") if section not in tree]
     if missing or tree.get("runner", {}).get("task_type") == "sft":
         why = f"no section {missing[0]}" if missing else "the task sft"
@@ -187,7 +169,7 @@ def _read(file: Path, text: str) -> dict[str, Any]:
     return settings(tree)
 
 
-SYSTEM = ForeignSystem("RLinf", read_rules("rlinf"), _looks_like, _read, convert)
-CONTROL = ForeignSystem(
-    "RLinf's embodied recipes", read_rules("rlinf_control"), _looks_like_control, _read_control, convert_control
-)
+SIGNS = Signs(YAML, (r"component_placement|^defaults:", r"^(runner|cluster):"))
+ACTS = (Signs(YAML, (*SIGNS.patterns, r"\btask_type: *embodied")),)
+SYSTEM = ForeignSystem("RLinf", read_rules("rlinf"), (SIGNS,), _read, convert)
+CONTROL = ForeignSystem("RLinf's embodied recipes", read_rules("rlinf_control"), ACTS, _read_control, convert_control)

@@ -1,14 +1,9 @@
-"""TRL's trainers of GRPO, RLOO, asynchronous GRPO and DPO: a script that makes their config, YAML, or a command line.
+"""TRL 1.16's trainers of GRPO, RLOO, asynchronous GRPO, DPO and SFT: a script, YAML, or a command line."""
 
-DPO becomes `tidemill dpo`. Keys are those of TRL 1.16, with the arguments of its trainers and of its command line.
-"""
-
-import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from deploy.migrate.conversion import SHELL, YAML, Conversion, ForeignSystem, reads_images
+from deploy.migrate.conversion import SHELL, YAML, Conversion, ForeignSystem, Signs, reads_images
 from deploy.migrate.hydra import find_above, parse_value, read_yaml
 from deploy.migrate.rules import FILL_IN, listed, read_rules, read_words, schedule
 from deploy.migrate.shell import command_lines
@@ -63,10 +58,8 @@ def _steps(done: Conversion) -> None:
     done.set("trainer.optimizer.schedule", schedule(done.value("lr_scheduler_type")))
     _end_of_schedule(done, "trainer.optimizer")
     warmup = known.get("warmup_ratio") or known.get("warmup_steps", 0)
-    if warmup >= 1:
-        done.set("trainer.optimizer.warmup_steps", -(-int(warmup) // updates))
-    else:
-        done.set("trainer.optimizer.warmup_steps", done.share_of_steps(warmup))
+    rising = -(-int(warmup) // updates) if warmup >= 1 else done.share_of_steps(warmup)
+    done.set("trainer.optimizer.warmup_steps", rising)
 
 
 def _end_of_schedule(done: Conversion, section: str) -> None:
@@ -91,10 +84,9 @@ def _loss(done: Conversion) -> None:
         done.set("trainer.loss.name", "ppo")
     done.set("trainer.kl.coef", known.get("beta"))
     if known.get("trainer") == "RLOO":
-        done.set("trainer.advantage.name", "rloo")
-        done.set("trainer.aggregation", "constant")
-        done.set("trainer.kl.place", "reward")
-        done.set("trainer.kl.estimator", "k1")
+        rloo = {"advantage.name": "rloo", "aggregation": "constant", "kl.place": "reward", "kl.estimator": "k1"}
+        for name, value in rloo.items():
+            done.set(f"trainer.{name}", value)
         done.ask("trainer.loss: ratios are those of tokens, in TRL's RLOO those of whole completions: equal at first")
     elif known.get("beta"):
         done.set("trainer.kl.bias_correction", done.value("use_bias_correction_kl"))
@@ -114,7 +106,7 @@ def _rewards(done: Conversion) -> None:
             terms.append({"name": function})
             if script.endswith("_rewards.py"):
                 done.ask(f"{script}: move the reward function {name} there, from the script that trains")
-        elif "/" not in function and function.isidentifier():
+        elif function.isidentifier():
             terms.append({"name": FILL_IN})
             done.ask(f"reward.terms: TRL's {function} is not built in; it can be a function of your own")
         elif "." in function and "/" not in function:
@@ -123,8 +115,7 @@ def _rewards(done: Conversion) -> None:
             terms.append({"name": "reward_model", "args": {"path": function}})
     if "reward_model_name_or_path" in known:
         terms.append({"name": "reward_model", "args": {"path": known["reward_model_name_or_path"]}})
-    weights = known.get("reward_weights") or []
-    for term, weight in zip(terms, weights, strict=False):
+    for term, weight in zip(terms, known.get("reward_weights") or [], strict=False):
         term["weight"] = weight
     if not terms:
         done.ask("reward.terms: name your reward function as file.py:name")
@@ -137,8 +128,7 @@ def _data(done: Conversion) -> None:
         done.ask("train: name the dataset, such as {name: jsonl, args: {path: prompts.jsonl}}")
     # Its prompts are texts or conversations in the column prompt, and rewards read the other columns.
     args: dict[str, Any] = {"path": name or FILL_IN, "split": done.value("dataset_train_split")}
-    if known.get("dataset_config"):
-        args["name"] = known["dataset_config"]
+    args |= {"name": known["dataset_config"]} if known.get("dataset_config") else {}
     judged = any(term["name"] == "math" for term in done.get("reward.terms"))
     args["answer"] = "solution" if judged else None
     given, files = {"name": "hf", "args": args}, known.get("data_files")
@@ -150,7 +140,7 @@ def _data(done: Conversion) -> None:
         return
     held_out = {"name": "hf", "args": {**args, "split": done.value("dataset_test_split")}}
     every = known.get("eval_steps") or 500
-    done.set_eval([held_out])
+    done.set("eval.dataset", held_out)
     done.set("eval.every", int(every) if every >= 1 else None)
     if "num_generations_eval" in known:
         done.set("eval.sampling.temperature", known.get("temperature", 1.0))
@@ -158,14 +148,11 @@ def _data(done: Conversion) -> None:
 
 def _workflow(done: Conversion) -> None:
     """Convert what makes a sample a conversation."""
-    known = done.known
-    makers = [key for key in ("environment_factory", "rollout_func", "rollout_worker") if key in known]
-    if makers:
+    if any(key in done.known for key in ("environment_factory", "rollout_func", "rollout_worker")):
         done.set("generator.workflow.name", FILL_IN)
-    elif known.get("tools"):
-        done.set("generator.workflow", {"name": "tools", "args": {"tools": known["tools"]}})
-        for tool in known["tools"]:
-            file, _, name = tool.partition(":")
+    elif done.known.get("tools"):
+        done.set("generator.workflow", {"name": "tools", "args": {"tools": done.known["tools"]}})
+        for file, _, name in (tool.partition(":") for tool in done.known["tools"]):
             if file.endswith("_tools.py"):
                 done.ask(f"{file}: move the tool {name} there, from the script that trains")
 
@@ -192,37 +179,21 @@ def _offline(done: Conversion, section: str, rows_of: str, answer: str | None) -
     done.set(f"{section}.batch_size", rows * _ranks(done, f"{section}.batch_size"))
     done.set_steps("num_train_epochs", section)
     args: dict[str, Any] = {"path": known.get("data_files") or known.get("dataset_name") or FILL_IN, "answer": answer}
-    if known.get("dataset_config"):
-        args["name"] = known["dataset_config"]
+    args |= {"name": known["dataset_config"]} if known.get("dataset_config") else {}
     if not known.get("dataset_name"):
         done.ask(f"{section}.dataset: name the {rows_of}, such as {{name: jsonl, args: {{path: {rows_of}.jsonl}}}}")
     train, held_out = ({**args, "split": done.value(f"dataset_{kind}_split")} for kind in ("train", "test"))
     done.set_offline(section, {"name": "hf", "args": train}, {"name": "hf", "args": held_out}, "max_length")
 
 
-STARTED = re.compile(
-    r"\btrl (grpo|rloo)\b|^\s*(?:\w+=\S*\s+)*(?:accelerate launch|torchrun|deepspeed|python3?)\b.*\.py\b", re.M
-)
-
-
-def _looks_like(file: Path, text: str) -> bool:
-    """Whether a file is one of TRL: a Python script, a mapping in YAML, or a shell script that starts either."""
-    if file.suffix in SHELL:
-        return STARTED.search(text.replace("\\\n", " ")) is not None and "verl" not in text
-    return file.suffix in (".py", *YAML)
-
-
 def _read(file: Path, text: str) -> dict[str, Any]:
     """Return the settings of a file by key; ConfigError, SyntaxError, ValueError."""
     if file.suffix in SHELL:
         return _read_shell(file, text)
-    if file.suffix == ".py":
-        found = read_script(file, text)
-        if found is None:
-            raise ConfigError(f"{file} makes none of {', '.join(CONFIGS)}: there is nothing to convert")
-        return found
-    found = read_yaml(text, file)
-    return process_count(file, found) | found
+    found = read_script(file, text) if file.suffix == ".py" else read_yaml(file, text)
+    if found is None:
+        raise ConfigError(f"{file} makes none of {', '.join(CONFIGS)}: there is nothing to convert")
+    return found if file.suffix == ".py" else process_count(file, found) | found
 
 
 def _read_shell(file: Path, text: str) -> dict[str, Any]:
@@ -234,31 +205,25 @@ def _read_shell(file: Path, text: str) -> dict[str, Any]:
         if at is None or at >= len(words):
             continue
         flags = read_flags(words[at + 1 :])
-        config = find_above(file, str(flags.get("config", "")))
-        if config is not None:
+        if (config := find_above(file, str(flags.get("config", "")))) is not None:
             del flags["config"]
-            flags = read_yaml(config.read_text(encoding="utf-8"), config) | flags
+            flags = read_yaml(config) | flags
         if cli is not None:
             return {"trainer": words[at].upper(), **process_count(file, flags), **flags}
         launched, beside = launch_flags(file, words[:at]), find_above(file, words[at])
         if beside is None:
             return {"trainer": "GRPO", **launched, **flags}
-        given = read_script(beside, beside.read_text(encoding="utf-8"), flags)
-        if given is not None:
+        if (given := read_script(beside, beside.read_text(encoding="utf-8"), flags)) is not None:
             return launched | given
     raise ConfigError(f"{file} starts no script and no trainer of TRL: there is nothing to convert")
 
 
-def _is_for(name: str) -> Callable[[Path, str], bool]:
-    """Return whether a file is one of the trainer of this name."""
-    in_script = re.compile(rf"(?<!\w){name.upper()}Trainer\(")
-    return lambda file, text: (
-        f"trl {name}" in text if file.suffix in SHELL else file.suffix == ".py" and in_script.search(text) is not None
-    )
+STARTED = r"\btrl (grpo|rloo)\b|^\s*(?:\w+=\S*\s+)*(?:accelerate launch|torchrun|deepspeed|python3?)\b.*\.py\b"
+SIGNS = (Signs(SHELL, (STARTED,), "verl"), Signs((".py", *YAML)))
+DPO_SIGNS = (Signs(SHELL, ("trl dpo",)), Signs((".py",), (r"(?<!\w)DPOTrainer\(",)))
+SFT_SIGNS = (Signs(SHELL, ("trl sft",)), Signs((".py",), (r"(?<!\w)SFTTrainer\(",)))
+SFT_RULES = read_rules("trl_sft", "trl_dpo", ("dpo", "warm_start"))
 
-
-SYSTEM = ForeignSystem("TRL", read_rules("trl"), _looks_like, _read, convert)
-DPO = ForeignSystem("TRL's DPO", read_rules("trl_dpo"), _is_for("dpo"), _read, convert_dpo)
-SFT = ForeignSystem(
-    "TRL's SFT", read_rules("trl_sft", "trl_dpo", ("dpo", "warm_start")), _is_for("sft"), _read, convert_sft
-)
+SYSTEM = ForeignSystem("TRL", read_rules("trl"), SIGNS, _read, convert)
+DPO = ForeignSystem("TRL's DPO", read_rules("trl_dpo"), DPO_SIGNS, _read, convert_dpo)
+SFT = ForeignSystem("TRL's SFT", SFT_RULES, SFT_SIGNS, _read, convert_sft)

@@ -1,9 +1,7 @@
 """A script for one of TRL's trainers, read from its source: the script is not run, since that would train.
 
-Settings are in the call of a config, in the command that the script's text shows if it takes them from the command line
-(``TrlParser``), in the defaults of argparse, and in the call of the trainer. Reward functions and tools are copied into
-a file of their own, each with what it needs of the script: imports, other functions, classes, and values that only the
-standard library makes.
+Settings are in the calls of a config and of the trainer, in the defaults of argparse, and in the command that the text
+shows. Reward functions and tools are copied into a file of their own, with what they need of the script.
 """
 
 import ast
@@ -13,6 +11,7 @@ import re
 import shlex
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,6 @@ from deploy.migrate.rules import read_words
 from deploy.migrate.shell import UNKNOWN
 
 CONFIGS = ("GRPOConfig", "RLOOConfig", "AsyncGRPOConfig", "DPOConfig", "SFTConfig")
-TRAINERS = tuple(name.replace("Config", "Trainer") for name in CONFIGS)
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 Binding = Function | ast.ClassDef | ast.Assign | ast.Import | ast.ImportFrom
 COUNTED = ("num_processes", "nproc_per_node", "nnodes")
@@ -63,12 +61,14 @@ class ScriptSource:
         elif isinstance(target, ast.Attribute) and ast.unparse(target.value).endswith("args"):
             self.fields[target.attr] = value
 
+    def stands_for(self, node: ast.expr) -> list[Any]:
+        """Return what a name is assigned, or an expression itself."""
+        return self.assigned.get(node.id, [node]) if isinstance(node, ast.Name) else [node]
+
     def value(self, node: ast.expr, depth: int = 8) -> Any:
         """Return the value of an expression, or its source where only a run tells it."""
-        try:
+        with suppress(ValueError):
             return ast.literal_eval(node)
-        except ValueError:
-            pass
         if isinstance(node, ast.Name) and depth and len(self.assigned.get(node.id, ())) == 1:
             found = self.value(self.assigned[node.id][0], depth - 1)
             return Unread(ast.unparse(node)) if isinstance(found, Unread) else found
@@ -83,14 +83,11 @@ class ScriptSource:
     def keywords(self, call: ast.Call) -> Iterator[tuple[str, ast.expr]]:
         """Yield the keyword arguments of a call, and of a dictionary that is written out and given as ``**name``."""
         for word in call.keywords:
-            if word.arg is not None:
-                yield word.arg, word.value
-                continue
             made = self.assigned.get(ast.unparse(word.value), [])
-            if len(made) == 1 and isinstance(made[0], ast.Dict | ast.Call):
+            if word.arg is None and len(made) == 1 and isinstance(made[0], ast.Dict | ast.Call):
                 yield from self.entries(made[0])
             else:
-                yield f"**{ast.unparse(word.value)}", word.value
+                yield word.arg or f"**{ast.unparse(word.value)}", word.value
 
     def entries(self, node: ast.expr) -> Iterator[tuple[str, ast.expr]]:
         """Yield the entries of a dictionary that is written out, as ``{...}`` or ``dict(...)``."""
@@ -112,8 +109,9 @@ class ScriptSource:
         return None
 
 
-def _name(call: ast.Call) -> str:
-    return ast.unparse(call.func).rpartition(".")[2]
+def _name(node: ast.AST) -> str:
+    """Return the name of the function that is called, empty of what is no call."""
+    return ast.unparse(node.func).rpartition(".")[2] if isinstance(node, ast.Call) else ""
 
 
 def read_flags(words: Iterable[str]) -> dict[str, Any]:
@@ -126,24 +124,16 @@ def read_flags(words: Iterable[str]) -> dict[str, Any]:
             found[key] = [value] if equals else []
         elif key:
             found[key].append(word.rstrip(","))
-    return {key: _parsed(values) for key, values in found.items()}
-
-
-def _parsed(values: list[str]) -> Any:
-    if any(UNKNOWN in one for one in values):
-        return Unread(" ".join(values).replace(UNKNOWN, ""))
-    parsed = [parse_value(one) for one in values] or [True]
-    return parsed if len(parsed) > 1 else parsed[0]
+    texts = {key: [" ".join(one)] if UNKNOWN in "".join(one) else one for key, one in found.items()}
+    parsed = {key: [parse_value(text) for text in one] or [True] for key, one in texts.items()}
+    return {key: values if len(values) > 1 else values[0] for key, values in parsed.items()}
 
 
 def process_count(file: Path, flags: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``num_processes`` as the flags of a launcher tell it, empty if they do not.
-
-    accelerate's own file is read if it lies beside ``file`` or in a folder above.
-    """
+    """Return ``num_processes`` as the flags of a launcher, or accelerate's file above ``file``, tell it."""
     named = str(flags.get("config_file") or flags.get("accelerate_config") or "")
     config = find_above(file, named)
-    inside = {} if config is None else read_yaml(config.read_text(encoding="utf-8"), config)
+    inside = {} if config is None else read_yaml(config)
     count = flags.get("num_processes", inside.get("num_processes", WORDS["shipped"].get(named)))
     if "nproc_per_node" in flags:
         sizes = [flags["nproc_per_node"], flags.get("nnodes", 1)]
@@ -163,23 +153,18 @@ def shown_flags(file: Path, text: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the flags of the longest command in a script's text that starts it, and those of its launcher."""
     shown: tuple[dict[str, Any], dict[str, Any]] = {}, {}
     for line in re.sub(r"\s*\\\n[\s#]*", " ", text).splitlines():
-        if file.name in line:
-            try:
-                words = shlex.split(line)
-            except ValueError:
-                continue
-            at = next((at for at, word in enumerate(words) if word.rpartition("/")[2] == file.name), 0)
-            if at:
-                found = read_flags(words[at + 1 :]), launch_flags(file, words[:at])
-                shown = max(shown, found, key=lambda one: (len(one[0]), len(one[1])))
+        try:
+            words = shlex.split(line) if file.name in line else []
+        except ValueError:
+            continue
+        if at := next((at for at, word in enumerate(words) if word.rpartition("/")[2] == file.name), 0):
+            found = read_flags(words[at + 1 :]), launch_flags(file, words[:at])
+            shown = max(shown, found, key=lambda one: (len(one[0]), len(one[1])))
     return shown
 
 
 def read_script(file: Path, text: str, flags: dict[str, Any] | None = None) -> dict[str, Any] | None:
-    """Return the settings in a Python file that makes a config of TRL, None if it makes none; SyntaxError.
-
-    flags: those of the command line that starts it, by default those that its text shows.
-    """
+    """Return the settings of a script with these flags, by default those that it shows, None without a config."""
     source = ScriptSource(file, text)
     made = next((name for name in CONFIGS if name in source.calls), None)
     parsed = next((call for name, call in source.calls.items() if name in ("TrlParser", "HfArgumentParser")), None)
@@ -192,15 +177,14 @@ def read_script(file: Path, text: str, flags: dict[str, Any] | None = None) -> d
     if made is None:
         source.options |= shown
         found |= shown | {"shown_flags": len(shown)} if flags is None else shown
-    given = dict(source.keywords(source.calls[made])) if made is not None else {}
-    given |= source.fields
+    given = ({} if made is None else dict(source.keywords(source.calls[made]))) | source.fields
     init = given.pop("model_init_kwargs", None)
     found |= {key: source.value(value) for key, value in given.items()}
     for key, value in source.entries(init) if init is not None else ():
         found.setdefault({"torch_dtype": "dtype", "revision": "model_revision"}.get(key, key), source.value(value))
     found.pop("model_init_kwargs", None)
-    trainer = next((source.calls[name] for name in TRAINERS if name in source.calls), None)
-    if trainer is not None:
+    trainers = [name.replace("Config", "Trainer") for name in CONFIGS]
+    if trainer := next((source.calls[name] for name in trainers if name in source.calls), None):
         found |= _trainer_arguments(source, trainer)
     # What the command line does not set has TRL's default there.
     unset = {key for key, value in found.items() if isinstance(value, Unread) and re.fullmatch(r"\w+_args\.\w+", value)}
@@ -211,54 +195,39 @@ def _trainer_arguments(source: ScriptSource, call: ast.Call) -> dict[str, Any]:
     given = dict(zip(WORDS["positions"], call.args, strict=False)) | dict(source.keywords(call))
     found: dict[str, Any] = {key: ast.unparse(value) for key, value in given.items()}
     if "model" in given:
-        model = source.value(given["model"])
-        traced = source.assigned.get(ast.unparse(given["model"]), [])
-        loaded = traced[0] if traced else given["model"]
-        if isinstance(model, Unread) and isinstance(loaded, ast.Call) and _name(loaded) == "from_pretrained":
-            model = source.value(loaded.args[0]) if loaded.args else model
-        found["model"] = model
-        if model == source.options.get("model_name_or_path"):
+        found["model"], loaded = source.value(given["model"]), source.stands_for(given["model"])[0]
+        if isinstance(found["model"], Unread) and _name(loaded) == "from_pretrained" and loaded.args:
+            found["model"] = source.value(loaded.args[0])
+        if found["model"] == source.options.get("model_name_or_path"):
             # The command's setting is the one that is named.
             del found["model"]
-    for key in ("reward_funcs", "tools"):
+    for key, kind in (("reward_funcs", "reward"), ("tools", "tool")):
         if key in given:
-            listed = given[key]
-            if isinstance(listed, ast.Name) and isinstance(source.assigned.get(listed.id, [None])[0], ast.List):
-                listed = source.assigned[listed.id][0]
+            first = source.stands_for(given[key])[0]
+            listed = first if isinstance(first, ast.List) else given[key]
             items = listed.elts if isinstance(listed, ast.List | ast.Tuple) else [listed]
-            found[key] = [_function(item, source, key.removesuffix("_funcs").removesuffix("s")) for item in items]
-    config = given.get("args")
-    if config is None:
+            found[key] = [_function(item, source, kind) for item in items]
+    makers = (*CONFIGS, "parse_args_and_config", "parse_args_into_dataclasses")
+    if "args" not in given:
         found["args"] = "missing"
-    elif _is_config(source, config):
+    elif any(_name(one) in makers for one in source.stands_for(given["args"])):
         del found["args"]
     for key in ("eval_dataset", "peft_config", "quantization_config"):
-        if found.get(key) in ("None", None):
-            found.pop(key, None)
+        if found.get(key) == "None":
+            del found[key]
     rows = given.get("train_dataset")
-    loads = source.loads(rows) if rows is not None else None
-    loads = loads or source.calls.get("load_dataset")
+    loads = (None if rows is None else source.loads(rows)) or source.calls.get("load_dataset")
     if loads is not None:
         found |= _dataset(source, loads)
-    if rows is not None and isinstance(rows, ast.Name) and len(source.assigned.get(rows.id, [])) == 1:
-        rows = source.assigned[rows.id][0]
-    if loads is not None and rows is loads:
-        del found["train_dataset"]
+        if rows is not None and source.stands_for(rows) == [loads]:
+            del found["train_dataset"]
     return found | _adapter(source, found.pop("peft_config", None))
 
 
-def _is_config(source: ScriptSource, node: ast.expr) -> bool:
-    """Whether an expression is a config that the script makes, or gets from its command line."""
-    made = source.assigned.get(node.id, []) if isinstance(node, ast.Name) else [node]
-    names = (*CONFIGS, "parse_args_and_config", "parse_args_into_dataclasses")
-    return any(isinstance(one, ast.Call) and _name(one) in names for one in made)
-
-
 def _dataset(source: ScriptSource, call: ast.Call) -> dict[str, Any]:
-    arguments = [source.value(argument) for argument in call.args]
-    named = {word.arg: source.value(word.value) for word in call.keywords}
-    found: dict[str, Any] = {"dataset_name": named.get("path", arguments[0] if arguments else None)}
-    found["dataset_config"] = named.get("name", arguments[1] if len(arguments) > 1 else None)
+    given = [*zip(("path", "name"), call.args, strict=False), *((word.arg, word.value) for word in call.keywords)]
+    named = {name: source.value(value) for name, value in given}
+    found: dict[str, Any] = {"dataset_name": named.get("path"), "dataset_config": named.get("name")}
     splits = named.get("split", "train")
     splits = splits if isinstance(splits, list) else [splits]
     found |= dict(zip(("dataset_train_split", "dataset_test_split"), splits, strict=False))
@@ -299,8 +268,8 @@ def move_functions(script: Path, done: Conversion, folder: Path) -> list[Path]:
     """
     written = []
     for name in dict.fromkeys(re.findall(rf"\b{re.escape(script.stem)}_(?:reward|tool)s\.py(?=:)", str(done.config))):
-        functions = dict.fromkeys(re.findall(rf"\b{re.escape(name)}:(\w+)", str(done.config)))
-        text, lacks = copy_functions(script.read_text(encoding="utf-8"), list(functions))
+        functions = list(dict.fromkeys(re.findall(rf"\b{re.escape(name)}:(\w+)", str(done.config))))
+        text, lacks = copy_functions(script.read_text(encoding="utf-8"), functions)
         if not text or (folder / name).exists():
             continue
         (folder / name).write_text(f"# Copied from {script.name} by tidemill convert.\n{text}", encoding="utf-8")
@@ -317,20 +286,18 @@ def copy_functions(text: str, names: Sequence[str]) -> tuple[str, list[str]]:
     bound = dict(_bindings(tree, set(names)))
     if not all(isinstance(bound.get(name), Function) for name in names):
         return "", []
-    copied: dict[str, Binding] = {}
-    lacks: list[str] = []
-    due = list(names)
+    copied, lacks, due = dict[str, Binding](), set[str](), list(names)
     while due:
         name = due.pop()
         found = bound[name]
         if isinstance(found, ast.Assign) and not _is_plain(found.value, bound):
-            lacks.append(name)
+            lacks.add(name)
         elif name not in copied:
             copied[name] = found
             due += [one for one in _needs(found) if one in bound]
     statements = {_text(node, text, name): node.lineno for name, node in copied.items()}
     ordered = sorted(statements, key=lambda one: (not one.startswith(("import ", "from ")), statements[one]))
-    return "\n".join(["from __future__ import annotations", *ordered, ""]), sorted(set(lacks))
+    return "\n".join(["from __future__ import annotations", *ordered, ""]), sorted(lacks)
 
 
 def _bindings(node: ast.AST, wanted: set[str]) -> Iterator[tuple[str, Binding]]:

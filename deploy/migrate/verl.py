@@ -1,17 +1,13 @@
-"""verl's PPO trainer: its YAML, or the shell script with Hydra overrides that its examples are.
-
-Keys are those of verl's ``ppo_trainer`` and ``ppo_megatron_trainer`` of January to August 2026.
-"""
+"""verl's PPO trainers of January to August 2026: their YAML, or a shell script with Hydra overrides."""
 
 import re
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from deploy.migrate.conversion import SHELL, YAML, Conversion, ForeignSystem, parquet, reads_images
-from deploy.migrate.hydra import compose, find_above, overrides, read_yaml, settings
+from deploy.migrate.conversion import SHELL, YAML, Conversion, ForeignSystem, Signs, parquet, reads_images
+from deploy.migrate.hydra import find_above, overrides, read_composed, settings
 from deploy.migrate.rules import FILL_IN, read_rules, read_words
 from deploy.migrate.shell import command_lines
 from schemas.errors import ConfigError
@@ -28,34 +24,25 @@ WORDS = read_words("verl")
 
 
 def read_script(text: str) -> dict[str, Any]:
-    """Return the Hydra overrides in a shell script, such as ``data.train_batch_size=1024``, by their key; ValueError.
-
-    Of several commands the one with most overrides counts. What only a run of the script tells is Unread.
-    """
+    """Return the overrides of the command in a shell script that has most of them, by their key; ValueError."""
     commands = [overrides(words).items() for words in command_lines(text)]
-    # A name without a dot is a variable of the command's environment.
+    # Other names without a dot are variables of the command's environment.
     plain = ("engine", "optim")
     named = ({key: value for key, value in one if "." in key or key[0] == "-" or key in plain} for one in commands)
     return max(named, key=len, default={})
 
 
 def _read(file: Path, text: str) -> dict[str, Any]:
-    if file.suffix in SHELL:
-        found = read_script(text)
-        if not found:
-            raise ConfigError(f"{file} has no overrides such as data.train_batch_size=1024")
-        name, folder = str(found.get("--config-name", "")), str(found.get("--config-path", "config"))
-        config = find_above(file, f"{folder}/{name.removesuffix('.yaml')}.yaml") if name else None
-        found = settings({}, found) if config is None else _composed(config, config.read_text(encoding="utf-8"), found)
-        tools = found.get(f"{TURNS}.tool_config_path")
-        beside = find_above(file, tools) if isinstance(tools, str) else None
-        return found if beside is None else {**found, f"{TURNS}.tool_config_path": str(beside)}
-    return _composed(file, text, {})
-
-
-def _composed(file: Path, text: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of a YAML file with the files that it includes, and these overrides."""
-    return settings(compose(file, read_yaml(text, file)), given)
+    if file.suffix not in SHELL:
+        return read_composed(file, text)
+    given, tools = read_script(text), f"{TURNS}.tool_config_path"
+    if not given:
+        raise ConfigError(f"{file} has no overrides such as data.train_batch_size=1024")
+    name, folder = str(given.get("--config-name", "")), str(given.get("--config-path", "config"))
+    config = find_above(file, f"{folder}/{name.removesuffix('.yaml')}.yaml") if name else None
+    found = settings({}, given) if config is None else read_composed(config, given=given)
+    beside = find_above(file, found[tools]) if isinstance(found.get(tools), str) else None
+    return found if beside is None else {**found, tools: str(beside)}
 
 
 def _newer(key: str) -> str:
@@ -68,8 +55,7 @@ def _newer(key: str) -> str:
 def convert(done: Conversion) -> None:
     """Convert settings of verl, in its own defaults where they differ from ours and decide what is trained."""
     done.known = {_newer(key): value for key, value in done.known.items()}
-    response = done.value("data.max_response_length")
-    done.set("model.max_length", done.value("data.max_prompt_length") + response)
+    done.set("model.max_length", done.value("data.max_prompt_length") + done.value("data.max_response_length"))
     batch, part = done.value("data.train_batch_size"), done.value(f"{ACTOR}.ppo_mini_batch_size")
     if done.within(f"{ASYNC}."):
         # There, train_batch_size has no effect.
@@ -94,8 +80,8 @@ def convert(done: Conversion) -> None:
 
 
 def _run(done: Conversion) -> None:
-    known, keys = done.known, ("trainer.n_gpus_per_node", "trainer.nnodes")
-    gpus = int(done.value(keys[0])) * int(done.value(keys[1]))
+    known = done.known
+    gpus = int(done.value("trainer.n_gpus_per_node")) * int(done.value("trainer.nnodes"))
     apart = ((known.get(f"{key}.n_gpus_per_node", 0), known.get(f"{key}.nnodes", 1)) for key in ("rollout", ROLLOUT))
     if served := max(per_node * nodes for per_node, nodes in apart):
         done.set("trainer.processes", gpus)
@@ -115,14 +101,13 @@ def _engine(done: Conversion) -> None:
     refuses = "images" if done.get("model.kind") == "vision" else "an adapter" if done.get("trainer.lora") else None
     options = f"{ROLLOUT}.engine_kwargs.{engine}."
     args = (done.get("generator.args") or {}) | {key.removeprefix(options): known[key] for key in done.within(options)}
-    if engine == "sglang" and refuses is None:
+    if engine == "sglang" and refuses:
+        done.ask(f"generator.engine: not sglang, because of {refuses}")
+    elif engine in ("sglang", "vllm"):
         done.set_engine(engine)
+    if engine == "sglang" and not refuses:
         args = {WORDS["sglang"].get(name, name): value for name, value in args.items()}
         args.pop(None, None)
-    else:
-        done.set_engine("vllm" if engine == "vllm" else None)
-        if engine == "sglang":
-            done.ask(f"generator.engine: not sglang, because of {refuses}")
     done.set("generator.args", args or None)
     done.truncate(f"{ROLLOUT}.top_p", f"{ROLLOUT}.top_k")
 
@@ -155,9 +140,8 @@ def _correction(done: Conversion) -> None:
 
 def _data(done: Conversion) -> None:
     known, held_out, every = done.known, "data.val_files", "trainer.test_freq"
-    given = done.config.get("train", {})
-    sets = [{**one, **given} for one in _datasets(known.get("data.train_files"), done)]
-    done.config["train"] = sets[0] if len(sets) == 1 else sets
+    sets = [one | done.config.get("train", {}) for one in _datasets(known.get("data.train_files"), done)]
+    done.set_datasets("train", sets)
     if not known.get("data.train_files"):
         done.ask("train.args.path: the folder of your Parquet files")
     if len(sets) > 1:
@@ -166,44 +150,42 @@ def _data(done: Conversion) -> None:
         name = f"{custom}:{known.get('data.custom_cls.name', FILL_IN)}"
         done.ask(f"train.name: verl's class {name} becomes a dataset of your own")
     if known.get(held_out) and done.value(every) > 0:
-        done.set_eval(_datasets(known[held_out], done))
+        done.set_datasets("eval.dataset", _datasets(known[held_out], done))
 
 
 def _datasets(files: Any, done: Conversion) -> list[dict[str, Any]]:
     """Return a dataset for each Parquet file, labelled by its folder if there are several."""
-    columns = {"answer": "reward_model.ground_truth"}
-    if (prompt := done.value("data.prompt_key")) != "prompt":
-        columns["prompt"] = prompt
-    listed_files = files if isinstance(files, list) else [files]
-    found = [parquet(str(file or f"{FILL_IN}/train.parquet"), **columns) for file in listed_files or [None]]
-    for number, one in enumerate(found if len(listed_files) > 1 else []):
+    prompt = done.value("data.prompt_key")
+    columns = {"answer": "reward_model.ground_truth"} | ({} if prompt == "prompt" else {"prompt": prompt})
+    listed_files = (files if isinstance(files, list) else [files]) or [None]
+    found = [parquet(str(file or f"{FILL_IN}/train.parquet"), **columns) for file in listed_files]
+    for number, one in enumerate(found if len(found) > 1 else []):
         label = f"{Path(one['args']['path']).name}-{one['args']['split']}-{number}"
         one["label"] = re.sub(r"[^\w.-]", "_", label, flags=re.ASCII)[-64:]
     return found
 
 
 def _rewards(done: Conversion) -> None:
-    known, more = done.known, list[dict[str, Any]]()
+    known, terms = done.known, list[dict[str, Any]]()
     path, enabled = known.get(f"{OWN}.path"), known.get("reward.reward_model.enable")
     # What is of no rule, or only a run tells, may choose the reward.
     own = [key for key in done.found if key.startswith("reward.") and done.rule(key) is None]
     own += [key for key in done.found if path is None and _newer(key) == f"{OWN}.path"]
     if path:
         args = {key.rpartition(".")[2]: known[key] for key in done.within(f"{OWN}.reward_kwargs.")}
-        term: dict[str, Any] = {"name": f"{path}:{done.value(f'{OWN}.name')}"} | ({"args": args} if args else {})
+        terms = [{"name": f"{path}:{done.value(f'{OWN}.name')}"} | ({"args": args} if args else {})]
         if enabled:
             done.ask(f"reward.terms: {path} may ask verl's reward model: give it a server of your own")
     elif enabled:
-        term = {"name": "reward_model", "args": {"path": known.get("reward.reward_model.model_path", FILL_IN)}}
+        terms = [{"name": "reward_model", "args": {"path": known.get("reward.reward_model.model_path", FILL_IN)}}]
         done.ask("reward.terms: reward_model runs in the reward service; reward_model_server asks a server of its own")
     elif own:
-        term = {"name": FILL_IN}
+        terms = [{"name": FILL_IN}]
         done.ask(f"reward.terms: {', '.join(sorted(own))} chooses verl's reward; name yours as file.py:name")
     else:
-        term, *more = _guessed(done)
-        names = ", ".join(one["name"] for one in (term, *more))
+        terms = _guessed(done)
+        names = ", ".join(one["name"] for one in terms)
         done.ask(f"reward.terms: verl chooses by data_source; {names} is a guess from the names of the files")
-    terms = [term, *more]
     if known.get("distillation.enabled"):
         terms.append({"name": FILL_IN})
         done.ask("reward.terms: each teacher of distillation.* is a term teacher or teacher_server, with trainer.kl")
@@ -212,7 +194,7 @@ def _rewards(done: Conversion) -> None:
         length = {"max_tokens": known.get(f"{OVERLONG}.max_resp_len", done.value("data.max_response_length"))}
         length |= {"overlong_buffer": done.value(f"{buffer}.len"), "factor": done.value(f"{buffer}.penalty_factor")}
         terms.append({"name": "length", "args": length})
-        done.set("reward.correct_term", str(term["name"]).rpartition(":")[2])
+        done.set("reward.correct_term", str(terms[0]["name"]).rpartition(":")[2])
     done.set("reward.terms", terms)
     metric = "algorithm.filter_groups.metric"
     if known.get("algorithm.filter_groups.enable") and known.get(metric) == "acc" and len(terms) > 1:
@@ -233,14 +215,13 @@ def _guessed(done: Conversion) -> list[dict[str, Any]]:
 
 def _tools(done: Conversion) -> None:
     """Convert what makes a sample a conversation: tools, an interaction, or another agent loop."""
-    known = done.known
     tools, talk = f"{TURNS}.tool_config_path", f"{TURNS}.interaction_config_path"
     agents = f"{ROLLOUT}.agent.agent_loop_config_path"
-    loop = known.get(f"{ROLLOUT}.agent.default_agent_loop", "single_turn_agent")
+    loop = done.known.get(f"{ROLLOUT}.agent.default_agent_loop", "single_turn_agent")
     if talk in done.found or agents in done.found or loop not in ("single_turn_agent", "tool_agent"):
         done.set("generator.workflow", {"name": FILL_IN})
     elif tools in done.found:
-        done.set("generator.workflow", {"name": "tools", "args": {"tools": _tool_entries(done, known.get(tools))}})
+        done.set("generator.workflow", {"name": "tools", "args": {"tools": _tool_entries(done, done.known.get(tools))}})
 
 
 def _tool_entries(done: Conversion, path: str | None) -> list[Any]:
@@ -282,15 +263,7 @@ def convert_sft(done: Conversion) -> None:
     done.set_offline("warm_start", train, held_out, "data.max_length")
 
 
-def _is_sft(file: Path, text: str) -> bool:
-    return file.suffix in SHELL and re.search(r"verl\.trainer\.\w*sft", text) is not None and "main_ppo" not in text
-
-
-def _looks_like(file: Path, text: str) -> bool:
-    if file.suffix in SHELL:
-        return "verl" in text or re.search(r"[a-z_]+\.\w[\w.]*=", text) is not None
-    return file.suffix in YAML and re.search(r"^(actor_rollout_ref|algorithm):", text, re.M) is not None
-
-
-SYSTEM = ForeignSystem("verl", read_rules("verl"), _looks_like, _read, convert)
-SFT = ForeignSystem("verl's SFT", read_rules("verl_sft"), _is_sft, _read, convert_sft)
+SIGNS = (Signs(SHELL, (r"verl|[a-z_]+\.\w[\w.]*=",)), Signs(YAML, (r"^(actor_rollout_ref|algorithm):",)))
+SYSTEM = ForeignSystem("verl", read_rules("verl"), SIGNS, _read, convert)
+SFT_SIGNS = (Signs(SHELL, (r"verl\.trainer\.\w*sft",), "main_ppo"),)
+SFT = ForeignSystem("verl's SFT", read_rules("verl_sft"), SFT_SIGNS, _read, convert_sft)
