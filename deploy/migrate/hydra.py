@@ -30,6 +30,8 @@ def read_yaml(file: Path, text: str | None = None) -> dict[str, Any]:
     tree = yaml.safe_load(file.read_text(encoding="utf-8") if text is None else text)
     if not isinstance(tree, dict):
         raise ConfigError(f"{file} must hold settings, it holds {type(tree).__name__}")
+    if wrong := [key for key in tree if not isinstance(key, str)]:
+        raise ConfigError(f"{file}: the key {wrong[0]} must be a text: write it in quotes")
     return tree
 
 
@@ -156,7 +158,7 @@ def _resolved(value: Any, flat: Mapping[str, Any], depth: int) -> Any:
             return RESOLVERS[function](*(yaml.safe_load(one) for one in given.split(",")))
         except (KeyError, TypeError, ZeroDivisionError, yaml.YAMLError):
             return Unread(value)
+    if not depth:
+        return Unread(value)
     text = REFERENCE.sub(lambda found: str(_resolved(found[0], flat, depth - 1)), value)
-    if "${" not in text:
-        return text
-    return _resolved(text, flat, depth - 1) if depth and text != value else Unread(text)
+    return _resolved(text, flat, depth - 1) if text != value else Unread(text)

@@ -67,7 +67,7 @@ class ScriptSource:
 
     def value(self, node: ast.expr, depth: int = 8) -> Any:
         """Return the value of an expression, or its source where only a run tells it."""
-        with suppress(ValueError):
+        with suppress(ValueError, TypeError):
             return ast.literal_eval(node)
         if isinstance(node, ast.Name) and depth and len(self.assigned.get(node.id, ())) == 1:
             found = self.value(self.assigned[node.id][0], depth - 1)

@@ -243,3 +243,14 @@ def test_a_model_of_the_command_line_is_carried_over_without_a_note(tmp_path: Pa
     config, notes = convert(tmp_path, text)
     assert config["model"]["path"] == "org/m"
     assert not any("org/m" in note for note in notes), notes
+
+
+def test_a_value_that_is_none_of_pythons_is_named(tmp_path: Path) -> None:
+    given = script("learning_rate={[1]: 2}, num_generations=4", "model='org/m', reward_funcs=judged")
+    _, notes = convert(tmp_path, given)
+    assert any("learning_rate is {[1]: 2}" in note for note in notes), notes
+
+
+def test_a_key_that_is_no_text_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"the key True must be a text: write it in quotes$"):
+        convert(tmp_path, "num_generations: 4\nmax_completion_length: 64\non: 1\n", "grpo.yaml")

@@ -288,3 +288,10 @@ def test_a_group_of_one_is_rewarded_as_it_is(tmp_path: Path) -> None:
     config, notes = convert(tmp_path, f"{ROLLOUT}.n=1")
     assert config["trainer"]["advantage"]["name"] == "raw"
     assert any("sampling.n is 1" in note for note in notes)
+
+
+def test_text_around_a_reference_to_itself_is_only_known_to_a_run(tmp_path: Path) -> None:
+    text = 'actor_rollout_ref: {model: {path: "x${actor_rollout_ref.model.path}"}, rollout: {n: 4}}\n'
+    config, notes = converted(tmp_path / "a.yaml", text, "verl")
+    assert config["sampling"]["n"] == 4
+    assert any("actor_rollout_ref.model.path" in note for note in notes), notes
