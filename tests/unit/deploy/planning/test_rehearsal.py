@@ -347,12 +347,10 @@ def test_generators_of_pools_have_cards_and_sizes_of_their_own(tmp_path: Path) -
     assert found["small"].weights == 4 * found["wide"].weights
 
 
-def test_an_unknown_card_and_what_cannot_be_sized_are_refused_by_name(tmp_path: Path) -> None:
+def test_an_unknown_card_is_refused_by_name(tmp_path: Path) -> None:
     make_tiny_model(tmp_path)
     with pytest.raises(ConfigError, match=r"--gpu 'h300' is not known, must be one of a100-40, .*h200"):
         fit(configuration(tmp_path), 8, "h300")
-    with pytest.raises(ConfigError, match=r"trainer\.kl\.device cpu cannot be sized"):
-        rehearse_apart(configuration(tmp_path, kl={"coef": 0.1, "device": "cpu"}), 1)
 
 
 def test_the_time_of_a_step_is_that_of_its_slowest_part() -> None:
