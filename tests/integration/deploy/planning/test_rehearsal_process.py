@@ -35,9 +35,12 @@ def process() -> RehearsalProcess:
 
 
 def servers() -> list[psutil.Process]:
-    """The rehearsing processes of this one."""
-    children = psutil.Process().children()
-    return [child for child in children if "deploy.planning.rehearsal_process" in child.cmdline()]
+    """The rehearsing processes of this one, among whose children may be some that have ended."""
+    found = []
+    for child in psutil.Process().children():
+        with suppress(psutil.NoSuchProcess):
+            found += [child] if "deploy.planning.rehearsal_process" in child.cmdline() else []
+    return found
 
 
 def test_questions_at_the_same_time_have_one_process(process: RehearsalProcess, question: dict[str, Any]) -> None:
