@@ -45,6 +45,8 @@ class Noted(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 # As the messages themselves: an encoder for nothing else would have left the processor's caches at each sample.
 _encode = msgspec.msgpack.Encoder().encode
+LONGEST_S = 1e9
+"""Seconds that no moment takes."""
 
 
 def now_us() -> int:
@@ -78,6 +80,9 @@ def unpack(trace: bytes, seconds: float = 0.0, tokens: int = 0) -> list[Moment]:
     try:
         found = msgspec.convert(list(reader), list[Noted])
     except (msgspec.ValidationError, msgpack.UnpackException, ValueError):
+        return []
+    # MessagePack has numbers without an end, and some that are no time.
+    if not all(abs(one.seconds) < LONGEST_S for one in found):
         return []
     took = int(seconds * 1e6)
     moments: list[Moment] = []

@@ -152,6 +152,16 @@ def test_a_moment_that_ends_now_is_read_as_it_was_noted() -> None:
     assert unpack(pack(*EPISODE)) == EPISODE
 
 
+@pytest.mark.parametrize("seconds", [float("inf"), float("nan"), 1e300])
+def test_a_moment_without_an_end_is_no_trace(seconds: float) -> None:
+    assert unpack(ending("term", "exact", 0.5) + ending("term", "exact", seconds)) == []
+
+
+@given(st.binary(max_size=40))
+def test_bytes_that_are_no_trace_have_no_moments_or_some(found: bytes) -> None:
+    assert len(nest(ending("term", "exact", 0.5) + found)) <= 40
+
+
 def test_without_traces_nothing_is_noted() -> None:
     body = make_trajectory()
     assert TraceLog().trained(1, 1.0, [(body, 0.0)]) == b""
