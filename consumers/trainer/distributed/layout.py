@@ -4,6 +4,7 @@ Ranks are numbered with tensor innermost, then context, shard and replicate: nei
 one machine.
 """
 
+import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -77,16 +78,17 @@ def check_model(path: str | Path, layout: Layout, trust_remote_code: bool = Fals
 def has_plain_attention(config: Any) -> bool:
     """Return whether each layer of a model attends to the tokens before it: all of them, or those of a window.
 
-    Others have chunks, or a state that runs on.
+    Others have chunks, a state that runs on, or windows of a setting that is not ``sliding_window``.
     """
-    return set(getattr(config, "layer_types", None) or ()) <= {"full_attention", "sliding_attention"}
+    kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
+    return not kinds or (kinds == {"sliding_attention"} and isinstance(getattr(config, "sliding_window", None), int))
 
 
-def has_windows(config: Any) -> bool:
-    """Return whether some layer of a model attends to a window that is shorter than its longest sequence."""
+def has_windows(config: Any, longest: float = math.inf) -> bool:
+    """Return whether some layer of a model attends to a window of fewer tokens than ``longest``."""
     window, kinds = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
-    in_use = "sliding_attention" in kinds if kinds else True
-    return bool(window) and in_use and window < config.max_position_embeddings
+    in_use = "sliding_attention" in kinds if kinds else getattr(config, "use_sliding_window", True)
+    return isinstance(window, int) and bool(in_use) and 0 < window < longest
 
 
 def number_of_experts(config: Any) -> int:

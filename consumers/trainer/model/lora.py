@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import PreTrainedModel
 
+from consumers.trainer.distributed.layout import has_windows
 from consumers.trainer.model.policy import Policy, load_model
 from consumers.trainer.model.vision import VisionTower, image_settings_of
 from schemas.config import LoraConfig, TidemillConfig
@@ -64,6 +65,8 @@ def load_policy(config: TidemillConfig, path: str, dtype: str, empty: bool = Fal
     causal_lm = load_model(path, dtype, model.trust_remote_code, vision, empty, model.max_length, adapted)
     tower = VisionTower(causal_lm, image_settings_of(model), model.freeze_vision) if vision else None
     output_tokens = find_tokens(model.path, model.output_tokens)
+    if config.exact and has_windows(causal_lm.config.get_text_config(), model.max_length):
+        raise ConfigError("generator.exact: the model has layers with a window shorter than model.max_length")
     return Policy(causal_lm, vision=tower, output_tokens=output_tokens, exact=config.exact)
 
 

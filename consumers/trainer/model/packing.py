@@ -24,7 +24,7 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from consumers.trainer.data.packed import Bounds, Packed, lay_out
 from consumers.trainer.distributed.context_parallel import exchange_to_heads, exchange_to_tokens
-from consumers.trainer.distributed.layout import has_plain_attention
+from consumers.trainer.distributed.layout import has_plain_attention, has_windows
 from schemas.arithmetic.attention import Places, attend_sequences
 
 KernelName: TypeAlias = Literal["flash_attn", "varlen", "each"]
@@ -87,8 +87,10 @@ def switch_to_packing(model: PreTrainedModel) -> bool:
 
 @contextmanager
 def _short_windows(model: PreTrainedModel) -> Iterator[None]:
-    """Let windows be shorter than the sequences of a trial: in the configuration, of which transformers makes masks,
-    and in the layers, which tell the attention."""
+    """Let windows be shorter than the sequences of a trial.
+
+    The configuration has them, of which transformers makes masks, and so have layers, which tell the attention.
+    """
     holders: list[Any] = [model.config.get_text_config(), *model.modules()]
     before = [(each, window) for each in holders if isinstance(window := getattr(each, "sliding_window", None), int)]
     try:
@@ -310,7 +312,7 @@ def try_kernel(config: Any, device: torch.device, dtype: torch.dtype) -> str:
         torch.randn(1, count, total, width, device=device, dtype=dtype, requires_grad=True) for count, width in shapes
     ]
     bounds, problem = Bounds(TRIED, device), ""
-    windows = [None, TRIED_WINDOW] if getattr(config, "sliding_window", None) else [None]
+    windows = [None, TRIED_WINDOW] if has_windows(config) else [None]
     try:
         for window in windows:
             found, wanted = (kernel(query, key, value, bounds, None, window) for kernel in (KERNELS[name], _each))

@@ -20,7 +20,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 from consumers.trainer.data.load_balancing import Cost
 from consumers.trainer.data.packed import TokenLayout, lay_out
 from consumers.trainer.data.patches import ImageBatch
-from consumers.trainer.distributed.layout import has_windows
 from consumers.trainer.distributed.parts import ParallelModule
 from consumers.trainer.distributed.ranks import local_part
 from consumers.trainer.model.head import score
@@ -99,8 +98,6 @@ class Policy(ParallelModule):
         if exact:
             if not self.packed and self.device.type != "meta":
                 raise ConfigError(f"generator.exact: {type(causal_lm).__name__} can't be packed, or caps its logits")
-            if has_windows(causal_lm.config.get_text_config()):
-                raise ConfigError(f"generator.exact: {type(causal_lm).__name__} has layers with a sliding window")
             use_fixed_products(causal_lm)
         if vision is not None and not self.chunked and not self.device.type == "meta":
             raise ConfigError(

@@ -28,9 +28,11 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from benchmarks.learning.greedy import greedy
 from consumers.trainer.data.packed import lay_out, pack
 from consumers.trainer.model import head
+from consumers.trainer.model.lora import load_policy
 from consumers.trainer.model.packing import ATTENTION
 from consumers.trainer.model.policy import Policy, TokenScores, load_model
 from schemas.errors import ConfigError
+from tests.support.configurations import minimal_config
 from tests.support.models.tiny_model import make_tiny_model
 
 
@@ -196,9 +198,19 @@ def test_a_model_that_keeps_its_windows_to_itself_stays_padded(monkeypatch: pyte
     assert model.config._attn_implementation == before
 
 
-def test_exact_mode_refuses_windows() -> None:
-    with pytest.raises(ConfigError, match=r"^generator\.exact: MistralForCausalLM has layers with a sliding window$"):
-        Policy(windowed("mistral", 4), exact=True)
+@pytest.mark.parametrize("length", [16, 17])
+def test_exact_mode_refuses_windows_that_leave_tokens_out(tmp_path: Path, length: int) -> None:
+    windowed("mistral", 16).save_pretrained(tmp_path)
+    config = minimal_config(
+        model={"path": str(tmp_path), "dtype": "float32", "max_length": length},
+        sampling={"max_tokens": 8},
+        generator={"engine": "transformers", "exact": True, "update": "recompute"},
+    )
+    if length == 16:
+        assert load_policy(config, str(tmp_path), "float32").exact
+    else:
+        with pytest.raises(ConfigError, match=r"^generator\.exact: .* a window shorter than model\.max_length$"):
+            load_policy(config, str(tmp_path), "float32")
 
 
 def test_a_model_with_a_mask_of_its_own_stays_padded() -> None:

@@ -6,12 +6,12 @@ import queue
 import signal
 import threading
 from pathlib import Path
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import pytest
 
-from consumers.trainer.distributed.layout import Layout, check_model
+from consumers.trainer.distributed.layout import Layout, check_model, has_plain_attention, has_windows
 from consumers.trainer.distributed.watchdog import LEAVE_S, SILENT_S, ExitReason, PeerMonitor, RankWatchdog
 from schemas.config import ParallelConfig, parse_config
 from schemas.errors import ERROR_EXIT, FENCED_EXIT, RUN_FAILED_EXIT, UNFINISHED_EXIT, ConfigError
@@ -125,6 +125,24 @@ def test_a_model_that_can_be_cut_is_not(tmp_path: Path, layout: Layout) -> None:
 )
 def test_tokens_of_a_model_with_windows_can_be_cut(tmp_path: Path, changes: dict[str, Any]) -> None:
     check_model(write(tmp_path, **changes), Layout(context=2))
+
+
+@pytest.mark.parametrize(
+    ("config", "plain", "windows"),
+    [
+        ({}, True, False),
+        ({"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8}, True, True),
+        ({"layer_types": ["sliding_attention"], "local_window": 8}, False, False),
+        ({"layer_types": ["full_attention"], "sliding_window": 8}, True, False),
+        ({"layer_types": ["chunked_attention"], "sliding_window": 8}, False, False),
+        ({"sliding_window": 8, "use_sliding_window": False}, True, False),
+        ({"sliding_window": 9}, True, False),
+    ],
+)
+def test_windows_are_known_by_one_setting(config: dict[str, Any], plain: bool, windows: bool) -> None:
+    """Those of another setting could not be made short in the trial of a model."""
+    assert has_plain_attention(SimpleNamespace(**config)) is plain
+    assert has_windows(SimpleNamespace(**config), 9) is windows
 
 
 def test_where_nothing_is_cut_the_model_is_not_looked_at() -> None:
