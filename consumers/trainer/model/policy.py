@@ -30,7 +30,7 @@ from consumers.trainer.model.vision import VisionTower
 from schemas.arithmetic.products import TILE, fill, use_fixed_products
 from schemas.errors import ConfigError
 from schemas.messages import Adapter
-from schemas.model_folder import check_quantised, load_model_config, resolve_folder
+from schemas.model_folder import check_quantised, keep_layout, load_model_config, resolve_folder
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -248,6 +248,7 @@ def load_model(
     except (OSError, ValueError) as error:
         raise ConfigError(f"model.path {str(path)!r} cannot be loaded: {str(error).splitlines()[0]}") from error
     if quantised and not empty:
+        keep_layout(model)
         _forget_quantisation(model)
     fix_rotary_frequencies(model, str(path), max_length)
     train_without_noise(model, str(path))

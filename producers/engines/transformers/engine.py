@@ -29,7 +29,7 @@ from producers.engines.transformers.weights import ModelWeights, PeftAdapter
 from producers.tokenizer import HfTokenizer
 from schemas.errors import ConfigError, DataError, InfraError
 from schemas.messages import Sampling, WeightSource
-from schemas.model_folder import resolve_folder
+from schemas.model_folder import keep_layout, resolve_folder
 
 T = TypeVar("T")
 
@@ -93,6 +93,7 @@ class TransformersEngine:
         except (OSError, ValueError, TypeError) as error:
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise ConfigError(f"transformers can't load {folder}: {reason}") from error
+        keep_layout(model)
         kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or ()) - _ATTENTION
         if kinds:
             raise ConfigError(

@@ -65,6 +65,19 @@ def train(step: TrainStep, first: int, last: int) -> TrainStep:
     return step
 
 
+def test_a_processor_that_is_quick_in_bfloat16_does_not_change_how_weights_are_stored(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("bitsandbytes.nn.modules.has_avx512bf16", lambda: True)
+    policy = build_train_step(configuration(tmp_path, model)).policy
+    before = {name: p.detach().clone() for name, p in policy.named_parameters() if is_quantised(p)}
+    policy.eval()
+    reference_logprobs(policy, PROBE)
+    after = dict(policy.named_parameters())
+    assert before
+    assert all(torch.equal(weight, after[name]) for name, weight in before.items())
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_adapter_alone_moves_is_saved_and_resumed_to_the_bit(model: Path, tmp_path: Path, dtype: str) -> None:
     config = configuration(tmp_path, model, dtype)
