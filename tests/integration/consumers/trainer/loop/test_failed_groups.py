@@ -210,7 +210,7 @@ def test_a_reward_that_fails_from_some_step_on_ends_the_run(trainer: Callable[..
 
     with Pipeline(broker, publish, reward), pytest.raises(RunFailed, match="10 prompt groups in a row failed"):
         trainer().run(StopFlag())
-    assert broker.ledger.read_state().step in (2, 3), "the last good groups may not have had their turn"
+    assert 1 <= broker.ledger.read_state().step <= 3, "some good groups may not have had their turn"
 
 
 def test_groups_without_a_signal_or_too_old_are_no_failure(trainer: Callable[..., Trainer], broker: Broker) -> None:
