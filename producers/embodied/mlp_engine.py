@@ -23,6 +23,8 @@ from schemas.policy_shape import PolicyShape
 
 Floats = npt.NDArray[np.float32]
 _MOMENTS = ("moments.mean", "moments.variance")
+_ONE_THREAD = 1 << 18
+"""Multiplications up to which numpy's OpenBLAS computes a product in one thread. Others spin for 20 ms."""
 _LOOK_S = 1.0
 """Seconds after which an action that waits for the end of a pause looks whether the engine was closed."""
 
@@ -148,7 +150,10 @@ class Perceptron:
 
     def probe(self, tokens: Sequence[int]) -> Floats:
         """Return the log-probabilities of a probe; see ``probe_observations``."""
-        outputs = self.outputs(probe_observations(tokens, self._shape.size, self._shape.picture is not None))
+        observations = probe_observations(tokens, self._shape.size, self._shape.picture is not None)
+        rows = max(1, _ONE_THREAD // max(weight.size for weight, _ in self._layers))
+        parts = [self.outputs(observations[first : first + rows]) for first in range(0, len(observations), rows)]
+        outputs = np.concatenate(parts)
         if self._shape.continuous:
             return self.logprobs(outputs, np.zeros((len(outputs), *self._shape.counts), np.float32))
         return self.logprobs(outputs, np.asarray(tokens[1:])[:, None] % self._shape.counts)

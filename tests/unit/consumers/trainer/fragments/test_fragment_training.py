@@ -97,6 +97,8 @@ def test_advantages_are_those_of_the_definition(seed: int, steps: int, envs: int
     [
         PolicyShape(4, 3, hidden=(8, 8)),
         PolicyShape(4, (3, 2, 5), hidden=(8, 8)),
+        # More products than one thread is given: the probe is computed in parts.
+        PolicyShape(4, 3, hidden=(256, 256)),
         PolicyShape(4, 3, hidden=(8, 8), normalise=True),
         PolicyShape(3, 2, continuous=True, hidden=(5, 4), squashed=True, normalise=True),
         PolicyShape(3, 2, continuous=True, hidden=(5,)),
