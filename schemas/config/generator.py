@@ -26,8 +26,8 @@ EPISODE_WORKFLOWS = ("agent", "environment", LIVE, "tools")
 """Built-in workflows whose samples are conversations of several model calls."""
 EXACT_ENGINES = ("transformers", "vllm")
 """Built-in engines with an exact mode."""
-REWARDING_WORKFLOWS = ("agent", "environment", LIVE)
-"""Episode workflows that reward their own samples, so that no reward term is required."""
+REWARDING_WORKFLOWS = ("agent", "environment", "fragments", LIVE)
+"""Workflows that reward their own samples, so that no reward term is required."""
 
 
 class SamplingConfig(Section):

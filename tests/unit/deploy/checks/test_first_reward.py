@@ -83,3 +83,8 @@ def test_doctor_tries_the_reward_of_an_episode_with_one_that_the_workflow_gave(f
     value = "4 for the reference answer of the first prompt, if the workflow's reward is 1"
     assert first_reward(config, thorough=True).text == value
     assert first_reward(config, thorough=False).text.startswith("skipped: ")
+
+
+def test_a_return_that_an_environment_gives_is_no_reward_that_a_run_could_try() -> None:
+    config = load_config(Path(__file__).parents[4] / "examples" / "cartpole" / "config.yaml")
+    assert first_reward(config, thorough=False).text.startswith("skipped: ")
