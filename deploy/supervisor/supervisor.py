@@ -207,7 +207,7 @@ class Supervisor:
             self._logs_due = now + LOGS_EVERY_S
         if now < self._sweep_until:
             self._orphans.sweep(self._guards())
-        if any(s.lifecycle.state is State.FINISHED for s in self._services.values()):
+        if self._finished:
             return RunOutcome("finished")
         if any(s.lifecycle.state is State.FAILED and self._is_fatal(s) for s in self._services.values()):
             unrecovered = [s.failure for s in self._services.values() if s.failure and not s.lifecycle.healthy(now)]
@@ -215,7 +215,7 @@ class Supervisor:
         return None
 
     def stop(self, keep: Sequence[str] = (), at_once: bool = False) -> None:
-        """Stop all services but those in ``keep``, in their order.
+        """Stop all services but those in ``keep``, in their order, or together once the run is finished.
 
         SIGTERM, then SIGKILL to their process trees after ``grace_s``; a further interrupt, or ``at_once``, kills now.
         """
@@ -227,8 +227,11 @@ class Supervisor:
         if at_once:
             for service in mine:
                 self._kill(service)
-        for order in sorted({s.spec.stop_order for s in mine}):
-            stage = [s for s in mine if s.spec.stop_order == order]
+        # Of a finished run nothing is left that one service could do for another.
+        stages: dict[int, list[_Service]] = {}
+        for service in mine:
+            stages.setdefault(0 if self._finished else service.spec.stop_order, []).append(service)
+        for _, stage in sorted(stages.items()):
             for service in stage:
                 self._ask(service)
             while any(s.process for s in stage):
@@ -321,6 +324,10 @@ class Supervisor:
         if service.process and not asked_before:
             service.process.terminate()
             service.kill_at = time.monotonic() + self._policy.grace_s
+
+    @property
+    def _finished(self) -> bool:
+        return any(s.lifecycle.state is State.FINISHED for s in self._services.values())
 
     def _kill(self, service: _Service) -> None:
         service.lifecycle.asked()

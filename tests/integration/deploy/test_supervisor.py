@@ -323,6 +323,32 @@ def test_services_are_stopped_in_order_and_the_kept_one_lives_on(tmp_path: Path,
     assert ends.read_text().split()[-1] == "broker"
 
 
+def test_the_services_of_a_finished_run_are_stopped_together(tmp_path: Path, token: str) -> None:
+    """Each ends only once all were asked to."""
+    rig = Rig(tmp_path, token, grace_s=DEADLINE_S)
+    waits = """
+        import pathlib, signal, sys, time
+        def end(*_):
+            folder = pathlib.Path({folder!r})
+            (folder / {name!r}).touch()
+            while len(list(folder.iterdir())) < 2: time.sleep(0.01)
+            sys.exit(0)
+        signal.signal(signal.SIGTERM, end)
+        print("ready", flush=True)
+        time.sleep(1000)
+    """
+    (asked := tmp_path / "asked").mkdir()
+    with rig.supervisor as supervisor:
+        for order, name in enumerate(("feeder", "control")):
+            argv = script(waits.format(folder=str(asked), name=name))
+            supervisor.add(rig.spec(name, argv, stop_order=order))
+        rig.run_until("both", lambda: all("ready" in rig.log(name) for name in ("feeder", "control")))
+        supervisor.add(rig.spec("trainer", script("print('trained')"), finishes=True))
+        assert rig.run() == RunOutcome("finished")
+        supervisor.stop()
+    assert rig.texts("feeder")[-1] == rig.texts("control")[-1] == "stopped"
+
+
 def test_who_ignores_sigterm_is_killed_after_its_grace(tmp_path: Path, token: str) -> None:
     rig = Rig(tmp_path, token, grace_s=0.3)
     with rig.supervisor as supervisor:
