@@ -60,6 +60,8 @@ CONTESTS = {
             "ent_coef": 0.0,
             "learning_rate": lambda left: 1e-3 * left,
         },
+        # As theirs it is evaluated at the end alone, and before the first step.
+        {"eval.every": 1000},
     ),
     "pendulum": Contest(
         "Pendulum-v1",
