@@ -6,17 +6,21 @@ each element alone has no such choice, but on a CPU the end of a tensor that fil
 instructions: hence passes of whole tiles, and at most ``THREADS`` threads, whose parts then end with a vector.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterator
 from functools import partial
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from transformers import PreTrainedModel
 
 from schemas.errors import ConfigError
+
+if TYPE_CHECKING:  # loading it takes seconds, and a policy of model.kind mlp does without
+    from transformers import PreTrainedModel
 
 TILE = 32
 """Tokens of a product. A pass has a multiple of it."""

@@ -9,8 +9,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from transformers.activations import ACT2FN
-
 from schemas.config import ParallelConfig
 from schemas.errors import ConfigError
 from schemas.model_folder import load_model_config
@@ -108,6 +106,8 @@ def _tensor_problem(config: Any, layout: Layout) -> str | None:
         return None
     if not getattr(config, "base_model_tp_plan", None):
         return f"transformers has no tensor-parallel plan for it, so trainer.parallel.tensor {tensor} must be 1"
+    from transformers.activations import ACT2FN
+
     activation = getattr(config, "hidden_act", None)
     if isinstance(activation, str) and activation in ACT2FN and [*ACT2FN[activation].parameters()]:
         return (

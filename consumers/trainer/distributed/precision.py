@@ -1,11 +1,23 @@
 """Which weights of a model are in another type than the rest: in float32 where it has 16 bits, or in 4 bits."""
 
+from __future__ import annotations
+
 import re
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+
+if TYPE_CHECKING:  # loading it takes seconds, and a policy of model.kind mlp does without
+    from transformers import PreTrainedModel
+
+
+def language_model_of(model: nn.Module) -> PreTrainedModel | None:
+    """Return the language model within ``model``, if there is one."""
+    from transformers import PreTrainedModel
+
+    return next((each for each in model.modules() if isinstance(each, PreTrainedModel)), None)
 
 
 def dtype_rule(model: PreTrainedModel, dtype: torch.dtype) -> Callable[[str], torch.dtype]:
@@ -50,7 +62,7 @@ def in_full_precision(model: nn.Module) -> list[nn.Module]:
 
     PyTorch's own, such as convolutions, are left out: a model may read their weights past their ``forward``.
     """
-    owner = next((each for each in model.modules() if isinstance(each, PreTrainedModel)), None)
+    owner = language_model_of(model)
     if owner is None:
         return []
     rule = dtype_rule(owner, torch.bfloat16)

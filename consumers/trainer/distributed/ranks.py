@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from functools import cached_property, partial
-from typing import Self, TypeVar
+from typing import Any, Self, TypeVar, cast
 
 import structlog
 import torch
@@ -27,14 +27,13 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from transformers import PreTrainedModel
 
 from consumers.trainer.distributed.channel import Channel
 from consumers.trainer.distributed.initial_weights import InitialWeights
 from consumers.trainer.distributed.layout import Layout
 from consumers.trainer.distributed.network import choose_interface
 from consumers.trainer.distributed.parts import ParallelModule, Part
-from consumers.trainer.distributed.precision import in_full_precision, is_quantised
+from consumers.trainer.distributed.precision import in_full_precision, is_quantised, language_model_of
 from consumers.trainer.distributed.tensor_parallel import cut_layers
 from consumers.trainer.distributed.watchdog import RankWatchdog
 from schemas.config import ParallelConfig, TrainerConfig
@@ -239,8 +238,7 @@ class Ranks:
     def _cut(self, model: nn.Module) -> None:
         """Cut the layers of a model over the ranks of tensor, and tell it with which ranks it shares tokens."""
         if self.layout.tensor > 1:
-            language_model = next(m for m in model.modules() if isinstance(m, PreTrainedModel))
-            cut_layers(language_model, self.mesh["tensor"], experts_whole=self.layout.expert > 1)
+            cut_layers(cast(Any, language_model_of(model)), self.mesh["tensor"], experts_whole=self.layout.expert > 1)
         if self.layout.context > 1 and not (isinstance(model, ParallelModule) and model.packed):
             raise ConfigError(
                 f"trainer.parallel.context {self.layout.context}: {type(model).__name__} cannot be computed with packed"

@@ -5,15 +5,18 @@ The output layer gives each rank logits of its own rows of the vocabulary (model
 what is in ``grad``, and would count a first micro-batch again at the second; sharding takes it away in between.
 """
 
+from __future__ import annotations
+
 import logging
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from transformers import PreTrainedModel
-from transformers.distributed.tensor_parallel import apply_expert_parallelism, apply_tensor_parallelism
 
 from schemas.errors import ConfigError
+
+if TYPE_CHECKING:  # loading it takes seconds, and a policy of model.kind mlp does without
+    from transformers import PreTrainedModel
 
 # Of a weight that is cut and sharded it says that two gathers make it whole, and so it is.
 logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
@@ -24,6 +27,8 @@ def cut_layers(model: PreTrainedModel, mesh: DeviceMesh, experts_whole: bool = F
 
     experts_whole: whether experts are dealt to the ranks, which send each other tokens, instead of being cut.
     """
+    from transformers.distributed.tensor_parallel import apply_expert_parallelism, apply_tensor_parallelism
+
     plan = tensor_plan(model, mesh.size())
     experts = dict(model.ep_plan) if experts_whole else {}
     if experts_whole and not experts:

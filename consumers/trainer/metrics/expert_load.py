@@ -11,15 +11,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from consumers.trainer.distributed.layout import number_of_experts
+from consumers.trainer.distributed.precision import language_model_of
 from consumers.trainer.model.router_replay import has_experts
 
 
 def watch_experts(model: nn.Module) -> ExpertLoad | None:
     """Watch the experts of a model's language model; None if it has none."""
-    language_model = next((m for m in model.modules() if isinstance(m, PreTrainedModel)), None)
+    language_model = language_model_of(model)
     experts = 0 if language_model is None else number_of_experts(language_model.config.get_text_config())
     return ExpertLoad(model, experts) if experts else None
 

@@ -4,15 +4,19 @@ Layers may be computed again in backward, wholly or all but their attention, who
 sample's length; what is kept between layers may wait in main memory.
 """
 
+from __future__ import annotations
+
 import functools
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
-from transformers import PreTrainedModel
 
 from schemas.config.trainer import CHECKPOINTED_FROM
+
+if TYPE_CHECKING:  # loading it takes seconds, and a policy of model.kind mlp does without
+    from transformers import PreTrainedModel
 
 Checkpointing = bool | Literal["auto", "selective"]
 

@@ -19,21 +19,22 @@ from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import product
 from pathlib import Path
-from typing import TypeAlias, cast
+from typing import TYPE_CHECKING, TypeAlias, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement, Shard
-from transformers import PreTrainedModel
-from transformers.core_model_loading import revert_weight_conversion
 
 from consumers.trainer.distributed.channel import Channel
 from consumers.trainer.distributed.parts import own_blocks
 from consumers.trainer.distributed.ranks import Ranks, local_part
 from consumers.trainer.model.policy import DTYPES
 from schemas.messages import TensorSpec
+
+if TYPE_CHECKING:  # loading it takes seconds, and a policy of model.kind mlp does without
+    from transformers import PreTrainedModel
 
 Shapes = dict[str, tuple[int, ...]]
 _STORED = DTYPES | {"int64": torch.int64, "int32": torch.int32}
@@ -73,7 +74,7 @@ class TensorConversion:
         """
         if self.model is None:
             return dict(zip(self.shapes, tensors, strict=True))
-        made = revert_weight_conversion(self.model, dict(zip(self.sources, tensors, strict=True)))
+        made = _revert(self.model, dict(zip(self.sources, tensors, strict=True)))
         return {_shift(name, first): tensor for name, tensor in made.items()}
 
 
@@ -83,10 +84,10 @@ def conversions(model: PreTrainedModel, shapes: Mapping[str, Sequence[int]]) -> 
     Tensors that only together make one of the file are in one conversion, the last.
     """
     empty = {name: torch.empty(tuple(shape), device="meta") for name, shape in shapes.items()}
-    stored = _shapes(revert_weight_conversion(model, dict(empty)))
+    stored = _shapes(_revert(model, dict(empty)))
     found, together = [], []
     for name, tensor in empty.items():
-        alone = revert_weight_conversion(model, {name: tensor})
+        alone = _revert(model, {name: tensor})
         if any(stored.get(key) != shape for key, shape in _shapes(alone).items()):
             together.append(name)
             continue
@@ -99,11 +100,19 @@ def conversions(model: PreTrainedModel, shapes: Mapping[str, Sequence[int]]) -> 
     return found
 
 
+def _revert(model: PreTrainedModel, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Turn a model's tensors into those of its files."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    found: dict[str, Tensor] = revert_weight_conversion(model, tensors)
+    return found
+
+
 def _is_by_rows(model: PreTrainedModel, name: str, tensor: Tensor, shapes: Shapes) -> bool:
     """Return whether the rows of a tensor without data become the tensors of these names and shapes one by one."""
     if tensor.ndim < 2 or len(tensor) < 2:
         return False
-    row = _shapes(revert_weight_conversion(model, {name: tensor[:1]}))
+    row = _shapes(_revert(model, {name: tensor[:1]}))
     return {_shift(key, n): shape for n in range(len(tensor)) for key, shape in row.items()} == shapes
 
 

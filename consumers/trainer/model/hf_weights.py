@@ -4,17 +4,19 @@ A policy with an adapter publishes that alone, by peft's names; in a model folde
 head of a safetensors file is made here; vLLM's ``load_weights`` takes the file as it is.
 """
 
+from __future__ import annotations
+
 import copy
 import json
 import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from consumers.trainer.distributed.precision import dequantise, dtype_rule, is_quantised, layer_shape
 from consumers.trainer.distributed.ranks import Ranks
@@ -34,6 +36,9 @@ from schemas.config import ModelConfig
 from schemas.errors import ConfigError, DataError
 from schemas.model_folder import PROVENANCE, resolve_folder
 from schemas.weight_files import check_fits, left_out, read_shapes
+
+if TYPE_CHECKING:  # loading it takes seconds, and a policy of model.kind mlp does without
+    from transformers import PreTrainedModel
 
 _PREFIX = "causal_lm."
 _TOWER = "model.visual."

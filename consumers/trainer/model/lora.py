@@ -4,17 +4,18 @@ LoRA (arXiv 2106.09685): W + alpha / rank * B A with W frozen, B zero at first. 
 needs more digits of it, and every forward pass would cast them away. A and B are float32, like all that is trained.
 """
 
+from __future__ import annotations
+
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
-from transformers import PreTrainedModel
 
 from consumers.trainer.distributed.layout import has_windows
 from consumers.trainer.model.policy import Policy, load_model
@@ -25,6 +26,9 @@ from schemas.errors import ConfigError, DataError, describe_error
 from schemas.messages import Adapter
 from schemas.model_folder import find_tokens, resolve_folder
 from schemas.weight_files import read_dtypes
+
+if TYPE_CHECKING:  # loading it takes seconds, and a policy of model.kind mlp does without
+    from transformers import PreTrainedModel
 
 NAME = "default"
 """The name that peft gives an adapter by default."""

@@ -7,25 +7,29 @@ causal call of their own, which on a CPU is by far the fastest exact way: a bloc
 flex attention has no backward there.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from importlib.util import find_spec
 from itertools import groupby
-from typing import Any, Literal, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
 
 import structlog
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
-from transformers import AttentionInterface, PreTrainedModel
 
 from consumers.trainer.data.packed import Bounds, Packed, lay_out
 from consumers.trainer.distributed.context_parallel import exchange_to_heads, exchange_to_tokens
 from consumers.trainer.distributed.layout import has_plain_attention, has_windows
 from schemas.arithmetic.attention import Places, attend_sequences
+
+if TYPE_CHECKING:  # loading it takes seconds, and a policy of model.kind mlp does without
+    from transformers import PreTrainedModel
 
 KernelName: TypeAlias = Literal["flash_attn", "varlen", "each"]
 Kernel: TypeAlias = Callable[[Tensor, Tensor, Tensor, Bounds, float | None, int | None], Tensor]
@@ -104,6 +108,9 @@ def _short_windows(model: PreTrainedModel) -> Iterator[None]:
 
 def use_packing(model: PreTrainedModel) -> None:
     """Give a model packed attention; a vision tower's is not causal, and stays as it is."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(ATTENTION, attend)
     model.set_attn_implementation({"text_config": ATTENTION} if hasattr(model.config, "vision_config") else ATTENTION)
 
 
@@ -334,4 +341,3 @@ def _close(found: Tensor, wanted: Tensor) -> bool:
 
 
 KERNELS: dict[KernelName, Kernel] = {"flash_attn": _flash_attn, "varlen": _varlen, "each": _each}
-AttentionInterface.register(ATTENTION, attend)

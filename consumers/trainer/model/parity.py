@@ -7,19 +7,22 @@ whether training computes what evaluation does, and whether no token sees later 
 configuration keeps its values, for training elsewhere.
 """
 
+from __future__ import annotations
+
 import copy
 from collections.abc import Iterable
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
-from transformers import PreTrainedModel
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from schemas.errors import ConfigError
 
-Model = TypeVar("Model", bound=PreTrainedModel)
+if TYPE_CHECKING:  # loading it takes seconds, and a policy of model.kind mlp does without
+    from transformers import PreTrainedModel
+
+Model = TypeVar("Model", bound="PreTrainedModel")
 
 TOKENS = 64
 """Length of the sequence on which a model is tried out."""
@@ -105,6 +108,8 @@ def _fix_longrope(module: Any, layer: str | None, max_length: int) -> None:
     settings = module.config.rope_parameters if layer is None else module.config.rope_parameters[layer]
     prefix, arguments = ("", {}) if layer is None else (f"{layer}_", {"layer_type": layer})
     device = getattr(module, f"{prefix}inv_freq").device
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
     frequencies, scale = ROPE_INIT_FUNCTIONS["longrope"](module.config, device, seq_len=max_length, **arguments)
     module.register_buffer(f"{prefix}inv_freq", frequencies, persistent=False)
     if layer is not None:

@@ -5,17 +5,18 @@ Sequences are packed where the model allows it (packing.py), and the output laye
 whole rows.
 """
 
+from __future__ import annotations
+
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from accelerate import init_empty_weights
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
 from consumers.trainer.data.load_balancing import Cost
 from consumers.trainer.data.packed import TokenLayout, lay_out
@@ -31,6 +32,9 @@ from schemas.arithmetic.products import TILE, fill, use_fixed_products
 from schemas.errors import ConfigError
 from schemas.messages import Adapter
 from schemas.model_folder import check_quantised, keep_layout, load_model_config, resolve_folder
+
+if TYPE_CHECKING:  # loading it takes seconds, and a policy of model.kind mlp does without
+    from transformers import PreTrainedModel
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -242,6 +246,8 @@ def load_model(
     """
     quantised = check_quantised(path, adapted=adapted)
     load_model_config(path, trust_remote_code)
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
     kind = AutoModelForImageTextToText if vision else AutoModelForCausalLM
     try:
         model = read_model(kind, path, DTYPES[dtype], trust_remote_code, empty)
@@ -269,6 +275,8 @@ def read_model(
             folder, dtype=dtype, trust_remote_code=trust_remote_code, **settings
         )
         return model
+    from transformers import AutoConfig
+
     config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, **settings)
     # Buffers exist, because the model computes them in its constructor.
     with init_empty_weights(include_buffers=False):

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 import torch
-from transformers import AutoTokenizer
 
 from consumers.trainer.data.patches import probe_batch
 from consumers.trainer.fragments.actor_critic import Actor
@@ -80,6 +79,8 @@ def reference_logprobs(policy: Policy, tokens: Sequence[int]) -> npt.NDArray[np.
 
 
 def _encode(config: TidemillConfig) -> list[int]:
+    from transformers import AutoTokenizer
+
     try:
         folder = resolve_folder(config.model.path, weights=False)
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=config.model.trust_remote_code)

@@ -5,19 +5,23 @@ of all after it changes by much more than rounding. Replay takes the choice from
 chosen experts from the trainer's own router, so that its gradient stays (rollout routing replay, arXiv:2510.11370).
 """
 
+from __future__ import annotations
+
 import re
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from transformers import PreTrainedModel
 
 from consumers.trainer.distributed.layout import number_of_experts
 from schemas.errors import ConfigError
 from schemas.messages import RoutedExperts
+
+if TYPE_CHECKING:  # loading it takes seconds, and a policy of model.kind mlp does without
+    from transformers import PreTrainedModel
 
 _LAYER = re.compile(r"\blayers\.(\d+)\.")
 

@@ -5,19 +5,13 @@ tokens stand for an image is known by position, because the policy may sample th
 parts of the model are called here one by one, and a trial run compares the outcome with the model's own forward pass.
 """
 
+from __future__ import annotations
+
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
-from transformers.utils.generic import get_max_seqlen
-from transformers.vision_utils import (
-    get_vision_cu_seqlens,
-    get_vision_interpolation_indices_and_weights,
-    get_vision_position_ids,
-    get_vision_window_index,
-)
 
 from consumers.trainer.data.packed import Packed
 from consumers.trainer.data.patches import ImageBatch, probe_batch
@@ -25,6 +19,9 @@ from schemas.config import ModelConfig
 from schemas.errors import ConfigError
 from schemas.images import ImageSettings, read_image_settings
 from schemas.model_folder import resolve_folder
+
+if TYPE_CHECKING:  # loading it takes seconds, and a policy of model.kind mlp does without
+    from transformers import PreTrainedModel
 
 FAMILIES = ("qwen2_5_vl", "qwen3_vl")
 """Model types that are tested; of others the trial run decides."""
@@ -67,6 +64,14 @@ class VisionTower:
         if images.layout is not None or base.config.model_type not in FAMILIES:
             return images
         visual, grids = base.visual, torch.from_numpy(images.grids)
+        from transformers.utils.generic import get_max_seqlen
+        from transformers.vision_utils import (
+            get_vision_cu_seqlens,
+            get_vision_interpolation_indices_and_weights,
+            get_vision_position_ids,
+            get_vision_window_index,
+        )
+
         layout: dict[str, Any] = {"position_ids": get_vision_position_ids(grids, visual.spatial_merge_size)}
         bounds = {"seqlen": get_vision_cu_seqlens(grids)}
         if hasattr(visual, "window_size"):

@@ -3,11 +3,13 @@
 It gives the values that ``gae`` needs, before the step's first gradient, and is trained on the same step's returns.
 """
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from consumers.trainer.data.collate import MicroBatch
 from consumers.trainer.data.packed import TokenLayout, lay_out
@@ -20,6 +22,9 @@ from consumers.trainer.model.vision import VisionTower
 from consumers.trainer.step.gradient_update import GradientUpdate, Sums, lr_factor
 from consumers.trainer.step.optimizers import build_optimizer
 from schemas.config import CriticConfig
+
+if TYPE_CHECKING:  # loading it takes seconds, and a policy of model.kind mlp does without
+    from transformers import PreTrainedModel
 
 
 class Critic(ParallelModule):

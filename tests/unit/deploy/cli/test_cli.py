@@ -86,6 +86,15 @@ def test_what_trains_no_model_loads_no_model_library() -> None:
     assert done.stdout == "[]\n"
 
 
+def test_the_trainer_of_a_small_policy_loads_no_language_models() -> None:
+    code = (
+        "import sys, consumers.trainer.service, consumers.trainer.step.build\n"
+        "print([m for m in ('transformers', 'peft', 'vllm') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert done.stdout == "[]\n", done.stderr
+
+
 def test_a_command_loads_no_web_server_while_a_control_plane_answers() -> None:
     code = (
         "import sys, deploy.client.client, deploy.cli.app, deploy.terminal.top, deploy.run.up\n"
