@@ -193,15 +193,16 @@ def nested(annotation: Any) -> type[BaseModel] | None:
 def _section(path: str, model: type[BaseModel], owners: dict[type[BaseModel], str]) -> str:
     rows = []
     for name, field in model.model_fields.items():
-        inner, kind, meaning = nested(field.annotation), type_name(field.annotation, field), field.description or ""
+        inner, kind = nested(field.annotation), type_name(field.annotation, field)
+        meaning = _in_one_line(field.description)
         if inner is not None:
             origin = typing.get_origin(field.annotation)
             many = "list of " if origin is list else "names, each with " if origin is dict else ""
             kind = f"{many}[{owners[inner]}](#{anchor(owners[inner])})"
-            meaning = meaning or _documentation_of(inner)
+            meaning = meaning or _in_one_line(inner.__doc__)
         rows.append([f"`{name}`", kind, default(field), meaning])
     title = f"### {path} {{ #{anchor(path)} }}" if path else "### The sections { #sections }"
-    return f"{title}\n\n{_documentation_of(model)}\n\n{table(['Setting', 'Type', 'Default', 'Meaning'], rows)}"
+    return f"{title}\n\n{_in_one_line(model.__doc__)}\n\n{table(['Setting', 'Type', 'Default', 'Meaning'], rows)}"
 
 
 def anchor(path: str) -> str:
@@ -209,8 +210,8 @@ def anchor(path: str) -> str:
     return path.replace(".", "-").replace("_", "-")
 
 
-def _documentation_of(model: type[BaseModel]) -> str:
-    return " ".join(inspect.cleandoc(model.__doc__ or "").split())
+def _in_one_line(documentation: str | None) -> str:
+    return " ".join((documentation or "").split())
 
 
 def type_name(annotation: Any, field: FieldInfo | None = None) -> str:

@@ -31,7 +31,7 @@ TermName = Annotated[str, AfterValidator(term_label)]
 class Section(CheckedNumbers):
     """Base of a section: unknown keys are errors; values are checked, never guessed; numbers are finite."""
 
-    model_config = ConfigDict(extra="forbid", validate_default=True, allow_inf_nan=False)
+    model_config = ConfigDict(extra="forbid", validate_default=True, allow_inf_nan=False, use_attribute_docstrings=True)
 
 
 def matching(pattern: str, setting: str, allowed: str) -> AfterValidator:

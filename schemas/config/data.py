@@ -13,13 +13,15 @@ from schemas.config.generator import SamplingConfig
 class DatasetConfig(Section):
     """A dataset, by the name of its reader or maker."""
 
-    name: str = Field(
-        description="jsonl, hf, gsm8k, reasoning_gym, arithmetic, verifiers, live, gymnasium, lerobot, or your own as"
-        " module:name or file.py:name."
-    )
-    args: dict[str, Any] = Field(default_factory=dict, description="Arguments of the dataset.")
-    shuffle: bool = Field(True, description="Shuffle again in each epoch, by the run's seed.")
-    limit: int | None = Field(None, ge=1, description="Number of examples to use, from the first; by default all.")
+    name: str
+    """jsonl, hf, gsm8k, reasoning_gym, arithmetic, verifiers, live, gymnasium, lerobot, or your own as module:name or
+    file.py:name."""
+    args: dict[str, Any] = {}
+    """Arguments of the dataset."""
+    shuffle: bool = True
+    """Shuffle again in each epoch, by the run's seed."""
+    limit: int | None = Field(None, ge=1)
+    """Number of examples to use, from the first; by default all."""
 
 
 def _listed(value: Any) -> Any:
@@ -38,18 +40,10 @@ def _as_written(value: Any, handler: SerializerFunctionWrapHandler) -> Any:
 class LabelledDataset(DatasetConfig):
     """A dataset among several, which has a label in metrics."""
 
-    label: str = Field(
-        "",
-        pattern=r"^[A-Za-z0-9_.-]{0,64}$",
-        description="Name of this dataset in metrics and reward terms. By default its name; for your own dataset, the"
-        " part after the colon.",
-    )
-    max_prompt_tokens: int | None = Field(
-        None,
-        ge=1,
-        description="Leave out examples whose prompts have more tokens. By default such a prompt fails where it leaves"
-        " no room for an answer.",
-    )
+    label: str = Field("", pattern=r"^[A-Za-z0-9_.-]{0,64}$")
+    """Name of this dataset in metrics and reward terms. By default its name, of your own one after the colon."""
+    max_prompt_tokens: int | None = Field(None, ge=1)
+    """Leave out examples with longer prompts. By default such a prompt fails where it leaves no room for an answer."""
 
     @model_validator(mode="after")
     def _take_label(self) -> Self:
@@ -62,22 +56,16 @@ class LabelledDataset(DatasetConfig):
 class CurriculumConfig(Section):
     """The curriculum: takes or skips prompts by how often they were solved so far."""
 
-    name: Literal["uniform", "learnable", "band", "thompson"] = Field(
-        "uniform",
-        description="uniform takes every prompt. learnable takes a prompt with probability 4p(1 - p), where p is the"
-        " share of correct samples in its last groups. thompson does the same with p drawn from its posterior. band"
-        " takes prompts with p inside between. Prompts without a finished group are always taken.",
-    )
-    floor: float = Field(
-        0.05,
-        gt=0,
-        le=1,
-        description="Lowest probability with which a prompt is taken, so that no prompt is dropped permanently.",
-    )
-    between: tuple[float, float] = Field((0.2, 0.8), description="Lowest and highest solve rate for band.")
-    forget_after: int | None = Field(
-        None, ge=1, description="Steps after which a prompt's results no longer count; by default they always count."
-    )
+    name: Literal["uniform", "learnable", "band", "thompson"] = "uniform"
+    """uniform takes every prompt. learnable takes a prompt with probability 4p(1 - p), where p is the share of correct
+    samples in its last groups. thompson does the same with p drawn from its posterior. band takes prompts with p inside
+    between. Prompts without a finished group are always taken."""
+    floor: float = Field(0.05, gt=0, le=1)
+    """Lowest probability with which a prompt is taken, so that no prompt is dropped permanently."""
+    between: tuple[float, float] = (0.2, 0.8)
+    """Lowest and highest solve rate for band."""
+    forget_after: int | None = Field(None, ge=1)
+    """Steps after which a prompt's results no longer count; by default they always count."""
 
     @model_validator(mode="after")
     def _band_has_room(self) -> Self:
@@ -91,20 +79,12 @@ class CurriculumConfig(Section):
 class TrainDataset(LabelledDataset):
     """A dataset to train on, which has a durable, deterministic order; one, or a list of them."""
 
-    weight: float = Field(
-        1.0,
-        gt=0,
-        description="Share of the prompts that come from this dataset, relative to the sum of all weights, before a"
-        " curriculum skips prompts.",
-    )
+    weight: float = Field(1.0, gt=0)
+    """Share of the prompts that are from this dataset, relative to all weights, before a curriculum skips prompts."""
     curriculum: CurriculumConfig = Field(default_factory=CurriculumConfig)
-    levels: list[dict[str, Any]] | None = Field(
-        None,
-        min_length=2,
-        max_length=64,
-        description="Arguments of each level of difficulty, added to args. The levels take turns. The curriculum"
-        " takes or skips a whole level by how often its prompts were solved.",
-    )
+    levels: list[dict[str, Any]] | None = Field(None, min_length=2, max_length=64)
+    """Arguments of each level of difficulty, added to args. The levels take turns. The curriculum takes or skips a
+    whole level by how often its prompts were solved."""
 
     def at_levels(self) -> list[Self]:
         """Return the dataset of each level, or this dataset alone if it has no levels."""
@@ -127,47 +107,29 @@ SUPERVISED = "supervised"
 class RewardTerm(Section):
     """A term of the reward, which is the sum of weight times value over all terms."""
 
-    name: str = Field(
-        description="A rule: exact, gsm8k, math, geometry3k, clevr, vqa, searchr1, reasoning_gym, code, format,"
-        " length. A model: judge, reward_model, reward_model_server. remote: your own server. episode: the reward that"
-        " the workflow gives. teacher, teacher_server, teacher_self: no reward, but log-probabilities for distillation,"
-        " by a model, a server, or the policy itself after another prompt. supervised:"
-        " no reward; the answers of the dataset are trained by cross-entropy. Or your own function as module:name or"
-        " file.py:name."
-    )
-    weight: float = Field(
-        1.0,
-        description="Weight in the sum. Of a teacher: weight in trainer.kl of the samples that it gives"
-        " log-probabilities; several teachers of a dataset are mixed by their weights. Of supervised: weight of its"
-        " datasets in the cross-entropy.",
-    )
-    args: dict[str, Any] = Field(default_factory=dict, description="Arguments of the function.")
-    datasets: list[str] | None = Field(
-        None, min_length=1, description="Labels of the datasets whose samples get this term; by default all."
-    )
-    concurrency: int | None = Field(
-        None,
-        ge=1,
-        description="Calls of an async function in flight at once in each service, in a worker of its own. By default"
-        " the function's attribute of this name; if there is none, the function shares the workers, one call at a"
-        " time.",
-    )
-    batch: int | None = Field(
-        None,
-        ge=1,
-        description="Most samples in one call of a function of lists; by default its attribute of this name, or 32.",
-    )
-    wait_ms: float | None = Field(
-        None,
-        ge=0,
-        description="How long a batch that is not full waits for more samples; by default the function's attribute of"
-        " this name, or 5.",
-    )
-    chat: bool | None = Field(
-        None,
-        description="Pass messages instead of texts to a function of lists. By default it gets messages where the row's"
-        " prompt is a list of messages, as in TRL, and its type hint of completions is not list[str].",
-    )
+    name: str
+    """A rule: exact, gsm8k, math, geometry3k, clevr, vqa, searchr1, reasoning_gym, code, format, length. A model:
+    judge, reward_model, reward_model_server. remote: your own server. episode: the reward that the workflow gives.
+    teacher, teacher_server, teacher_self: no reward, but log-probabilities for distillation, by a model, a server, or
+    the policy itself after another prompt. supervised: no reward; the answers of the dataset are trained by
+    cross-entropy. Or your own function as module:name or file.py:name."""
+    weight: float = 1.0
+    """Weight in the sum. Of a teacher: weight in trainer.kl of the samples that it gives log-probabilities; several
+    teachers of a dataset are mixed by their weights. Of supervised: weight of its datasets in the cross-entropy."""
+    args: dict[str, Any] = {}
+    """Arguments of the function."""
+    datasets: list[str] | None = Field(None, min_length=1)
+    """Labels of the datasets whose samples get this term; by default all."""
+    concurrency: int | None = Field(None, ge=1)
+    """Calls of an async function in flight at once in each service, in a worker of its own. By default the function's
+    attribute of this name; if there is none, the function shares the workers, one call at a time."""
+    batch: int | None = Field(None, ge=1)
+    """Most samples in one call of a function of lists; by default its attribute of this name, or 32."""
+    wait_ms: float | None = Field(None, ge=0)
+    """How long a batch that is not full waits for samples; by default the function's attribute of this name, or 5."""
+    chat: bool | None = None
+    """Pass messages instead of texts to a function of lists. By default it gets messages where the row's prompt is a
+    list of messages, as in TRL, and its type hint of completions is not list[str]."""
 
     @property
     def label(self) -> str:
@@ -203,44 +165,32 @@ class RewardTerm(Section):
 class RewardConfig(Section):
     """The reward service."""
 
-    terms: list[RewardTerm] = Field(
-        min_length=1,
-        description="The terms that are summed. With the workflows agent and environment, episode by default.",
-    )
-    replicas: int = Field(1, ge=1, description="Reward services that `tidemill up` starts.")
-    workers: int = Field(
-        2, ge=1, description="Killable worker processes of each service, for functions that may block."
-    )
-    timeout_s: Seconds = Field(
-        15.0, description="Deadline of one call. After it the worker is killed and the sample excluded."
-    )
-    correct_from: float = Field(
-        1.0, description="Lowest reward of a correct sample, for accuracy, pass@k and solve rates."
-    )
-    correct_term: TermName | None = Field(
-        None,
-        description="Label of the term, such as exact, that decides whether a sample is correct; by default the sum"
-        " decides.",
-    )
-    env: list[Annotated[str, shown_variable("reward.env")]] = Field(
-        default_factory=list,
-        description="Names of further environment variables that workers see, such as OPENAI_API_KEY. By default"
-        " workers see PATH, HOME and similar variables, but none of the service's secrets.",
-    )
+    terms: list[RewardTerm] = Field(min_length=1)
+    """The terms that are summed. With the workflows agent and environment, episode by default."""
+    replicas: int = Field(1, ge=1)
+    """Reward services that `tidemill up` starts."""
+    workers: int = Field(2, ge=1)
+    """Killable worker processes of each service, for functions that may block."""
+    timeout_s: Seconds = 15.0
+    """Deadline of one call. After it the worker is killed and the sample excluded."""
+    correct_from: float = 1.0
+    """Lowest reward of a correct sample, for accuracy, pass@k and solve rates."""
+    correct_term: TermName | None = None
+    """Label of the term, such as exact, that decides whether a sample is correct; by default the sum decides."""
+    env: list[Annotated[str, shown_variable("reward.env")]] = []
+    """Names of further environment variables that workers see, such as OPENAI_API_KEY. By default workers see PATH,
+    HOME and similar variables, but none of the service's secrets."""
 
 
 class EvalDataset(LabelledDataset):
     """Held-out prompts; one dataset, or a list of them."""
 
-    sampling: SamplingConfig | None = Field(
-        None, description="Sampling for this dataset; what it leaves out is as in eval.sampling."
-    )
-    terms: list[RewardTerm] | None = Field(
-        None, min_length=1, description="Reward terms for this dataset; by default eval.terms."
-    )
-    pass_at: list[Annotated[int, Field(ge=1)]] | None = Field(
-        None, description="The values of k for pass@k; by default 1, 2, 4, and so on up to the samples per prompt."
-    )
+    sampling: SamplingConfig | None = None
+    """Sampling for this dataset; what it leaves out is as in eval.sampling."""
+    terms: list[RewardTerm] | None = Field(None, min_length=1)
+    """Reward terms for this dataset; by default eval.terms."""
+    pass_at: list[Annotated[int, Field(ge=1)]] | None = None
+    """The values of k for pass@k; by default 1, 2, 4, and so on up to the samples per prompt."""
 
     def passes(self, n: int) -> list[int]:
         """Return the values of k for pass@k with n samples per prompt."""
@@ -255,29 +205,19 @@ class EvalConfig(Section):
         Field(min_length=1),
         BeforeValidator(_listed, json_schema_input_type=EvalDataset | list[EvalDataset]),
         WrapSerializer(_as_written),
-    ] = Field(description="Held-out prompts: one dataset, or a list of datasets.")
-    every: int = Field(
-        50,
-        ge=1,
-        description="Weight versions between two evaluations. The first and the last version are always evaluated.",
-    )
-    patience: int | None = Field(
-        None,
-        ge=1,
-        description="Evaluations in a row without a better mean reward after which the run ends early, as if all its"
-        " steps were done. By default it never does.",
-    )
-    sampling: SamplingConfig = Field(
-        default_factory=lambda: SamplingConfig(n=1, temperature=0.0),
-        description="Sampling for datasets without their own. By default one greedy sample, with max_tokens and"
-        " stop of the section sampling.",
-    )
-    terms: list[RewardTerm] | None = Field(None, description="Reward terms; by default those of training.")
-    hold_s: Seconds = Field(
-        60.0,
-        description="How long an evaluation may delay new weights, so that one version answers all prompts. Samples"
-        " that finish later are counted under the newer version.",
-    )
+    ]
+    """Held-out prompts: one dataset, or a list of datasets."""
+    every: int = Field(50, ge=1)
+    """Weight versions between two evaluations. The first and the last version are always evaluated."""
+    patience: int | None = Field(None, ge=1)
+    """Evaluations in a row without a better mean reward that end the run, as its last step does; by default none."""
+    sampling: SamplingConfig = Field(default_factory=lambda: SamplingConfig(n=1, temperature=0.0))
+    """Sampling for datasets without their own. By default one greedy sample, with max_tokens and stop of sampling."""
+    terms: list[RewardTerm] | None = None
+    """Reward terms; by default those of training."""
+    hold_s: Seconds = 60.0
+    """How long an evaluation may delay new weights, so that one version answers all prompts. Samples that finish later
+    are counted under the newer version."""
 
     def sampling_of(self, dataset: EvalDataset) -> SamplingConfig:
         """Return the sampling of one of the datasets."""

@@ -14,10 +14,10 @@ RANGE = re.compile(r"(\d{1,4})(?:-(\d{1,4}))?")
 class LauncherConfig(Section):
     """The launcher with which `tidemill up` starts the services."""
 
-    name: str = Field(
-        "local", description="local (this machine), ray, slurm, kubernetes, or your own as module:name or file.py:name."
-    )
-    args: dict[str, Any] = Field(default_factory=dict, description="Arguments of the launcher.")
+    name: str = "local"
+    """local (this machine), ray, slurm, kubernetes, or your own as module:name or file.py:name."""
+    args: dict[str, Any] = {}
+    """Arguments of the launcher."""
 
 
 def count_gpus(count: int) -> str:
@@ -58,20 +58,16 @@ class PlacementConfig(Section):
     Instead of the section, auto stands for what `tidemill plan` finds best on this machine's GPUs.
     """
 
-    trainer: Ranges = Field(description="GPUs of the trainer, such as 0-3: as many as trainer.processes. Or auto.")
-    generator: Ranges = Field(
-        description="GPUs of the generators, such as 4-7. They are dealt out in order, and there are as many generators"
-        " as they are enough for. GPUs that the trainer has as well are used in turns: see docs/deploy/placement.md."
-        " Or auto."
-    )
-    balance: bool = Field(
-        False,
-        description="Whether the number of generators follows the plan of the rates that this run measures. There are"
-        " never more than placement.generator has GPUs for, and those that `tidemill node` started.",
-    )
-    balance_s: Seconds = Field(
-        600.0, description="Seconds between two plans of balance, so that both sides settle after a change."
-    )
+    trainer: Ranges
+    """GPUs of the trainer, such as 0-3: as many as trainer.processes. Or auto."""
+    generator: Ranges
+    """GPUs of the generators, such as 4-7. They are dealt out in order, and there are as many generators as they are
+    enough for. GPUs that the trainer has as well are used in turns: see docs/deploy/placement.md. Or auto."""
+    balance: bool = False
+    """Whether the number of generators follows the plan of the rates that this run measures. There are never more than
+    placement.generator has GPUs for, and those that `tidemill node` started."""
+    balance_s: Seconds = 600.0
+    """Seconds between two plans of balance, so that both sides settle after a change."""
 
     @model_validator(mode="after")
     def _check_auto(self) -> Self:
@@ -117,78 +113,56 @@ Placement = Annotated[
 class SupervisorConfig(Section):
     """The supervisor, which restarts services that die under `tidemill up`."""
 
-    max_restarts: int = Field(5, ge=0, description="Restarts of one service within window_s before the run fails.")
-    window_s: Seconds = Field(120.0, description="Only restarts within this time count.")
-    backoff_s: Seconds = Field(
-        0.5, description="Wait before the first restart; it doubles with each further restart, up to 15 s."
-    )
-    grace_s: Seconds = Field(
-        20.0, description="How long a service may take to end after it is asked to; then it is killed."
-    )
-    max_devices: int | None = Field(
-        None,
-        ge=1,
-        description="Most devices of the run: those of the trainer's ranks and of all generators. A start that needs"
-        " more is rejected, as is an order that would scale beyond. null: no bound.",
-    )
-    spot_notices: Literal["aws", "gcp", "azure"] | None = Field(
-        None,
-        description="Cloud of a spot machine: aws, gcp or azure. When it announces that it takes the machine back,"
-        " `tidemill up` or the service that you started there ends in order, as after SIGTERM.",
-    )
+    max_restarts: int = Field(5, ge=0)
+    """Restarts of one service within window_s before the run fails."""
+    window_s: Seconds = 120.0
+    """Only restarts within this time count."""
+    backoff_s: Seconds = 0.5
+    """Wait before the first restart; it doubles with each further restart, up to 15 s."""
+    grace_s: Seconds = 20.0
+    """How long a service may take to end after it is asked to; then it is killed."""
+    max_devices: int | None = Field(None, ge=1)
+    """Most devices of the run: those of the trainer's ranks and of all generators. A start that needs more is rejected,
+    as is an order that would scale beyond. null: no bound."""
+    spot_notices: Literal["aws", "gcp", "azure"] | None = None
+    """Cloud of a spot machine: aws, gcp or azure. When it announces that it takes the machine back, `tidemill up` or
+    the service that you started there ends in order, as after SIGTERM."""
 
 
 class DeploymentsConfig(Section):
     """Names of the Kubernetes Deployments that the control plane scales."""
 
-    generator: str = Field("generator", description="Deployment of the generators.")
-    reward: str = Field("reward", description="Deployment of the reward services.")
+    generator: str = "generator"
+    """Deployment of the generators."""
+    reward: str = "reward"
+    """Deployment of the reward services."""
 
 
 class ControlConfig(Section):
     """The control plane: status, orders and the dashboard over HTTP."""
 
-    enabled: bool = Field(True, description="Whether `tidemill up` starts the control plane.")
-    host: str = Field(
-        "127.0.0.1", description="Address to listen on. An address that other machines can reach requires a token."
-    )
-    port: int = Field(
-        8642,
-        ge=0,
-        le=65535,
-        description="Port; 0 picks a free one. If the port is taken on 127.0.0.1, a free one is used.",
-    )
-    token_file: UserPath | None = Field(
-        None, description="File with the token; TIDEMILL_CONTROL_TOKEN_FILE or TIDEMILL_CONTROL_TOKEN by default."
-    )
-    trusted_proxies: list[IPvAnyNetwork] = Field(
-        default_factory=list,
-        description="Addresses or networks of proxies whose X-Forwarded-For header is trusted, so that each client"
-        " behind them has its own rate limit.",
-    )
-    user_header: str | None = Field(
-        None,
-        pattern=r"^[A-Za-z][A-Za-z0-9-]*$",
-        description="Header in which a trusted proxy names the user who is logged in, such as X-Forwarded-Email; the"
-        " timeline then records who gave each order. Needs trusted_proxies.",
-    )
-    playground: bool | None = Field(
-        None,
-        description="Whether users may send prompts to the current policy, on spare capacity of the generators. By"
-        " default only if host is this machine.",
-    )
+    enabled: bool = True
+    """Whether `tidemill up` starts the control plane."""
+    host: str = "127.0.0.1"
+    """Address to listen on. An address that other machines can reach requires a token."""
+    port: int = Field(8642, ge=0, le=65535)
+    """Port; 0 picks a free one. If the port is taken on 127.0.0.1, a free one is used."""
+    token_file: UserPath | None = None
+    """File with the token; TIDEMILL_CONTROL_TOKEN_FILE or TIDEMILL_CONTROL_TOKEN by default."""
+    trusted_proxies: list[IPvAnyNetwork] = []
+    """Addresses or networks of proxies whose X-Forwarded-For is trusted: clients behind them have own rate limits."""
+    user_header: str | None = Field(None, pattern=r"^[A-Za-z][A-Za-z0-9-]*$")
+    """Header in which a trusted proxy names the user who is logged in, such as X-Forwarded-Email; the timeline then
+    records who gave each order. Needs trusted_proxies."""
+    playground: bool | None = None
+    """Whether users may prompt the current policy, on spare capacity. By default only if host is this machine."""
     deployments: DeploymentsConfig = Field(default_factory=DeploymentsConfig)
-    devices: dict[Annotated[str, Field(pattern=r"^(trainer|generator(\..+)?)$")], Annotated[int, Field(ge=1)]] = Field(
-        default_factory=dict,
-        description="Devices of the trainer, and of one generator (generator, or generator.POOL), for"
-        " supervisor.max_devices; `tidemill kubernetes` and the chart write them. By default trainer.processes, and the"
-        " width of the engine.",
-    )
-    scale_hint: str | None = Field(
-        None,
-        description="Command, with {role} and {replicas}, that changes the number of replicas in a deployment that"
-        " takes no scaling orders. It is named when such an order is rejected.",
-    )
+    devices: dict[Annotated[str, Field(pattern=r"^(trainer|generator(\..+)?)$")], Annotated[int, Field(ge=1)]] = {}
+    """Devices of the trainer, and of one generator (generator, or generator.POOL), for supervisor.max_devices;
+    `tidemill kubernetes` and the chart write them. By default trainer.processes, and the width of the engine."""
+    scale_hint: str | None = None
+    """Command, with {role} and {replicas}, that changes the number of replicas in a deployment that takes no scaling
+    orders. It is named when such an order is rejected."""
 
     @model_validator(mode="after")
     def _is_of_a_proxy(self) -> Self:
@@ -204,26 +178,20 @@ Occasion = Literal["finished", "failed", "stopped", "stuck", "alert"]
 class NotifyConfig(Section):
     """Notices that a run has ended, or makes no progress."""
 
-    webhook: HttpUrl | None = Field(
-        None, description="Address that receives each notice as a POST with JSON. Chat systems show its `text`."
-    )
-    command: list[str] | None = Field(
-        None, description="Command with arguments that runs for each notice, with the JSON as its input."
-    )
-    events: list[Occasion] = Field(
-        ["finished", "failed", "stuck"],
-        description="Events to report: finished, failed, stopped, stuck (no step for stuck_s), alert (any other"
-        " alert).",
-    )
-    stuck_s: Seconds = Field(
-        900.0, description="How long a run that is not paused may go without a step before it counts as stuck."
-    )
+    webhook: HttpUrl | None = None
+    """Address that receives each notice as a POST with JSON. Chat systems show its `text`."""
+    command: list[str] | None = None
+    """Command with arguments that runs for each notice, with the JSON as its input."""
+    events: list[Occasion] = ["finished", "failed", "stuck"]
+    """Events to report: finished, failed, stopped, stuck (no step for stuck_s), alert (any other alert)."""
+    stuck_s: Seconds = 900.0
+    """How long a run that is not paused may go without a step before it counts as stuck."""
 
 
 class ProbesConfig(Section):
     """Probes of every service except the control plane, for Kubernetes and Prometheus."""
 
-    host: str = Field("0.0.0.0", description="Address to listen on.")
-    port: int | None = Field(
-        None, ge=0, le=65535, description="Port of /livez, /readyz, /startupz and /metrics; none by default."
-    )
+    host: str = "0.0.0.0"
+    """Address to listen on."""
+    port: int | None = Field(None, ge=0, le=65535)
+    """Port of /livez, /readyz, /startupz and /metrics; none by default."""

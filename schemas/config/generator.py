@@ -1,6 +1,5 @@
 """Generation: sampling, the workflow and the generator service."""
 
-from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from typing import Annotated, Any, Literal, Self
 
@@ -8,8 +7,6 @@ from pydantic import Field, model_validator
 
 from schemas.config.agents import AgentsConfig
 from schemas.config.base import Seconds, Section, UserPath, matching
-from schemas.config.run import ModelConfig
-from schemas.config.trainer import TrainerConfig
 from schemas.urls import hide_password
 
 REFUSED_SAMPLING = (
@@ -33,17 +30,18 @@ REWARDING_WORKFLOWS = ("agent", "environment", "fragments", LIVE)
 class SamplingConfig(Section):
     """Sampling of completions."""
 
-    n: int = Field(8, ge=1, le=1024, description="Samples per prompt: the group size.")
-    temperature: float = Field(1.0, ge=0, description="Sampling temperature; log-probabilities include it.")
-    top_p: float = Field(
-        1.0,
-        gt=0,
-        le=1,
-        description="Nucleus sampling; below 1, log-probabilities are those of the truncated distribution.",
-    )
-    top_k: int = Field(-1, ge=-1, description="Keep the k likeliest tokens; -1 keeps all.")
-    max_tokens: int = Field(256, ge=1, description="Most generated tokens of a completion.")
-    stop: list[str] = Field(default_factory=list, description="Strings that end a completion.")
+    n: int = Field(8, ge=1, le=1024)
+    """Samples per prompt: the group size."""
+    temperature: float = Field(1.0, ge=0)
+    """Sampling temperature; log-probabilities include it."""
+    top_p: float = Field(1.0, gt=0, le=1)
+    """Nucleus sampling; below 1, log-probabilities are those of the truncated distribution."""
+    top_k: int = Field(-1, ge=-1)
+    """Keep the k likeliest tokens; -1 keeps all."""
+    max_tokens: int = Field(256, ge=1)
+    """Most generated tokens of a completion."""
+    stop: list[str] = []
+    """Strings that end a completion."""
 
     @model_validator(mode="before")
     @classmethod
@@ -60,40 +58,31 @@ class SamplingConfig(Section):
 class WorkflowConfig(Section):
     """The workflow, which makes trajectories from a prompt."""
 
-    name: str = Field(
-        "single_turn",
-        description="single_turn, tools, environment, agent, live, fragments, or your own as module:name or"
-        " file.py:name.",
-    )
-    args: dict[str, Any] = Field(default_factory=dict, description="Arguments of the workflow.")
+    name: str = "single_turn"
+    """single_turn, tools, environment, agent, live, fragments, or your own as module:name or file.py:name."""
+    args: dict[str, Any] = {}
+    """Arguments of the workflow."""
 
 
 class HttpEngineConfig(Section):
     """The inference server of the engine http: launched by the generator, or already running."""
 
-    dialect: Literal["sglang", "vllm", "openai"] = Field(
-        description="API of the server: sglang, vllm or openai. A server with openai can be evaluated with `tidemill"
-        " eval`, but not trained with."
-    )
-    url: str | None = Field(
-        None,
-        description="Address of a running server, such as http://10.0.0.7:30000, which serves only this generator. By"
-        " default the generator launches a server that only its user reaches and that ends with the generator.",
-    )
-    command: list[str] | None = Field(
-        None,
-        min_length=1,
-        description="Program that launches the server, with its first arguments; Tidemill appends options. By default"
-        " the Python that runs Tidemill, with the module of the dialect. For a server in its own environment:"
-        " [/opt/sglang/bin/python, -m, sglang.launch_server].",
-    )
-    start_s: Seconds = Field(600.0, description="How long the server may take until its health check succeeds.")
-    update_s: Seconds = Field(
-        600.0, description="How long the server may take to load new weights. After that the generator ends."
-    )
-    api_key_env: str | None = Field(
-        None, description="Environment variable with the server's API key, sent as a bearer token."
-    )
+    dialect: Literal["sglang", "vllm", "openai"]
+    """API of the server: sglang, vllm or openai. `tidemill eval` can evaluate one with openai; it cannot be trained
+    with."""
+    url: str | None = None
+    """Address of a running server, such as http://10.0.0.7:30000, which serves only this generator. By default the
+    generator launches a server that only its user reaches and that ends with the generator."""
+    command: list[str] | None = Field(None, min_length=1)
+    """Program that launches the server, with its first arguments; Tidemill appends options. By default the Python that
+    runs Tidemill, with the module of the dialect. For a server in its own environment: [/opt/sglang/bin/python, -m,
+    sglang.launch_server]."""
+    start_s: Seconds = 600.0
+    """How long the server may take until its health check succeeds."""
+    update_s: Seconds = 600.0
+    """How long the server may take to load new weights. After that the generator ends."""
+    api_key_env: str | None = None
+    """Environment variable with the server's API key, sent as a bearer token."""
 
     @model_validator(mode="after")
     def _launched_or_there(self) -> Self:
@@ -112,53 +101,37 @@ class HttpEngineConfig(Section):
 class GeneratorConfig(Section):
     """The generator service."""
 
-    engine: str = Field(
-        "auto", description="auto, vllm, transformers, http, scripted, mlp, or your own as module:name."
-    )
-    args: dict[str, Any] = Field(
-        default_factory=dict,
-        description="Arguments of the engine. vllm: AsyncEngineArgs. http: options of the server that is launched.",
-    )
-    http: HttpEngineConfig | None = Field(None, description="The server of the engine http.")
-    replicas: int = Field(1, ge=0, description="Generator services that `tidemill up` starts.")
-    max_samples: int = Field(64, ge=1, description="Samples in flight in one replica.")
-    lease_s: Seconds = Field(
-        30.0, description="How long a replica may be silent before another replica claims its work."
-    )
-    stall_s: Seconds = Field(
-        300.0, description="A replica ends, and is restarted, if no running request gains a token for this long."
-    )
-    probe_tolerance: float | None = Field(
-        None,
-        gt=0,
-        description="Largest accepted mean difference of a probe's log-probabilities, nats. By default, one and a half"
-        " times what correct weights were found to differ by; 1e-3 in float32, and 0.1 in 16-bit types at first.",
-    )
-    update: Literal["keep", "recompute", "drain"] = Field(
-        "keep",
-        description="What happens to samples in flight when new weights arrive. keep: they continue with their cached"
-        " keys and values. recompute: the new weights compute the cache again. drain: they finish first, and new"
-        " samples wait, so that every sample has one version.",
-    )
-    flush_every: int | None = Field(
-        None,
-        ge=2,
-        description="Save unfinished samples each time they gain this many tokens, so that a killed replica loses at"
-        " most that many of each sample. By default a killed replica loses its unfinished samples. Finished model"
-        " calls of agents are always saved.",
-    )
-    allow_truncated: bool = Field(
-        False,
-        description="Allow training on samples drawn with top_p, top_k or engine arguments that change the sampled"
-        " distribution. Their log-probabilities are not the policy's.",
-    )
-    exact: bool = Field(
-        False,
-        description="Compute each token in an order of sums that does not depend on what is in flight with it. With the"
-        " engine transformers the trainer computes in the same order, so that both have the same log-probabilities to"
-        " the last bit, and samples have seeds: `tidemill replay --rollouts` generates them again. With vllm, its"
-        " batch-invariant mode.",
-    )
+    engine: str = "auto"
+    """auto, vllm, transformers, http, scripted, mlp, or your own as module:name."""
+    args: dict[str, Any] = {}
+    """Arguments of the engine. vllm: AsyncEngineArgs. http: options of the server that is launched."""
+    http: HttpEngineConfig | None = None
+    """The server of the engine http."""
+    replicas: int = Field(1, ge=0)
+    """Generator services that `tidemill up` starts."""
+    max_samples: int = Field(64, ge=1)
+    """Samples in flight in one replica."""
+    lease_s: Seconds = 30.0
+    """How long a replica may be silent before another replica claims its work."""
+    stall_s: Seconds = 300.0
+    """A replica ends, and is restarted, if no running request gains a token for this long."""
+    probe_tolerance: float | None = Field(None, gt=0)
+    """Largest accepted mean difference of a probe's log-probabilities, nats. By default, one and a half times what
+    correct weights were found to differ by; 1e-3 in float32, and 0.1 in 16-bit types at first."""
+    update: Literal["keep", "recompute", "drain"] = "keep"
+    """What happens to samples in flight when new weights arrive. keep: they continue with their cached keys and values.
+    recompute: the new weights compute the cache again. drain: they finish first, and new samples wait, so that every
+    sample has one version."""
+    flush_every: int | None = Field(None, ge=2)
+    """Save unfinished samples each time they gain this many tokens, of which a killed replica then loses no more. By
+    default it loses its unfinished samples. Finished model calls of agents are always saved."""
+    allow_truncated: bool = False
+    """Allow training on samples drawn with top_p, top_k or engine arguments that change the sampled distribution. Their
+    log-probabilities are not the policy's."""
+    exact: bool = False
+    """Compute each token in an order of sums that does not depend on what is in flight with it. With the engine
+    transformers the trainer computes in the same order, so that both have the same log-probabilities to the last bit,
+    and samples have seeds: `tidemill replay --rollouts` generates them again. With vllm, its batch-invariant mode."""
     workflow: WorkflowConfig = Field(default_factory=WorkflowConfig)
     agents: AgentsConfig = Field(default_factory=AgentsConfig)
 
@@ -229,50 +202,36 @@ SbatchValue = Annotated[str, matching(r"[^\n]*", "pools.NAME.slurm", "one line")
 class KubernetesPoolConfig(Section):
     """The pods of a pool's generators, where they differ from those of the run's other generators."""
 
-    node_selector: dict[str, str] = Field(default_factory=dict, description="Labels of the nodes that may run them.")
-    tolerations: list[dict[str, Any]] = Field(
-        default_factory=list, description="Tolerations in addition to those for GPUs and spot nodes."
-    )
-    image: str | None = Field(None, min_length=1, description="Their image, by default that of all generators.")
+    node_selector: dict[str, str] = {}
+    """Labels of the nodes that may run them."""
+    tolerations: list[dict[str, Any]] = []
+    """Tolerations in addition to those for GPUs and spot nodes."""
+    image: str | None = Field(None, min_length=1)
+    """Their image, by default that of all generators."""
 
 
 class PoolConfig(Section):
     """One kind of generators: what differs from ``generator``, and how its processes are started."""
 
-    generator: dict[str, Any] = Field(
-        default_factory=dict,
-        description="Settings of the section generator that are different in this pool, such as replicas, max_samples"
-        " or args. If engine differs, args and http of the section generator do not apply. workflow, allow_truncated,"
-        " exact and lease_s cannot differ, nor what chooses the model or its tokens.",
-    )
-    nodes: list[str] = Field(
-        default_factory=list,
-        description="Machines that have these generators, by the names of their `tidemill node`, in which * stands for"
-        " any text. By default `tidemill up` starts them on its machine.",
-    )
-    env: dict[VariableName, str] = Field(
-        default_factory=dict,
-        description="Environment variables of its generators. $NAME in a value is a variable of the machine that the"
-        " generator runs on, or empty there.",
-    )
-    python: UserPath | None = Field(
-        None,
-        description="Interpreter of its generators, in whose environment the same release of Tidemill is installed; by"
-        " default the one that starts them.",
-    )
-    units: list[dict[VariableName, str]] = Field(
-        default_factory=list,
-        description="What each machine of the pool has a few of, such as robots, cameras or licences: of each one, the"
-        " environment variables of the generator that has it. Each generator has one, and no other generator of the"
-        " machine has the same. By default, replicas is their number.",
-    )
-    slurm: dict[SbatchOption, SbatchValue] = Field(
-        default_factory=dict,
-        description="Options of its job array for sbatch, such as partition: l40s, instead of those of all jobs.",
-    )
-    ray: dict[str, Annotated[float, Field(gt=0)]] = Field(
-        default_factory=dict, description="Resources that Ray must have for one generator, such as l40s: 1."
-    )
+    generator: dict[str, Any] = {}
+    """Settings of the section generator that are different in this pool, such as replicas, max_samples or args. If
+    engine differs, args and http of the section generator do not apply. workflow, allow_truncated, exact and lease_s
+    cannot differ, nor what chooses the model or its tokens."""
+    nodes: list[str] = []
+    """Machines that have these generators, by the names of their `tidemill node`, in which * stands for any text. By
+    default `tidemill up` starts them on its machine."""
+    env: dict[VariableName, str] = {}
+    """Environment variables of its generators. $NAME in a value is a variable of its machine, or empty there."""
+    python: UserPath | None = None
+    """Interpreter of its generators, with the same release of Tidemill; by default the one that starts them."""
+    units: list[dict[VariableName, str]] = []
+    """What each machine of the pool has a few of, such as robots, cameras or licences: of each one, the environment
+    variables of the generator that has it. Each generator has one, and no other generator of the machine has the same.
+    By default, replicas is their number."""
+    slurm: dict[SbatchOption, SbatchValue] = {}
+    """Options of its job array for sbatch, such as partition: l40s, instead of those of all jobs."""
+    ray: dict[str, Annotated[float, Field(gt=0)]] = {}
+    """Resources that Ray must have for one generator, such as l40s: 1."""
     kubernetes: KubernetesPoolConfig = Field(default_factory=KubernetesPoolConfig)
 
     @property
@@ -303,29 +262,3 @@ class PoolConfig(Section):
             names = given if isinstance(given, dict) else ()
             found += [f"generator.{section}.{name}" for name in names if refused(str(name))]
         return found
-
-
-def find_exact_problem(
-    model: ModelConfig, trainer: TrainerConfig, generator: GeneratorConfig, pools: Mapping[str, PoolConfig]
-) -> str | None:
-    """Return what is wrong with the settings of a run in exact mode; None if nothing is, and without that mode."""
-    if not generator.exact:
-        return None
-    for name, pool in pools.items():
-        if pool.generator.get("engine", generator.engine) != generator.engine:
-            return f"pools.{name}.generator.engine must be that of the section generator with exact"
-    parallel = trainer.parallel
-    refused = {
-        f"model.dtype {model.dtype}": model.dtype != "float32",
-        "model.kind vision": model.kind == "vision",
-        "model.output_tokens": model.output_tokens is not None,
-        "trainer.lora": trainer.lora is not None,
-        "trainer.compile": trainer.compile,
-        "trainer.router_replay": trainer.router_replay,
-        f"trainer.parallel.tensor {parallel.tensor}": parallel.tensor > 1,
-        f"trainer.parallel.context {parallel.context}": parallel.context > 1,
-    }
-    found = next((name for name, there in refused.items() if there), None)
-    if found is None or generator.engine != "transformers":
-        return None
-    return f"generator.exact does not support {found} (docs/exact.md)"

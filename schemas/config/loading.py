@@ -213,27 +213,18 @@ def _value(text: str, name: str) -> Any:
 def _assign(data: dict[str, Any], path: list[str], value: Any, source: str) -> None:
     node: Any = data
     for key in path[:-1]:
-        node = _child(node, key, source)
-        if node is None:
-            raise ConfigError(f"{source}: {'.'.join(path)} goes through {key}, which is not a section")
-    if isinstance(node, list):
-        index = _index(node, path[-1], source)
-        node[index] = value
-    else:
-        node[path[-1]] = value
-
-
-def _child(node: Any, key: str, source: str) -> Any:
-    if isinstance(node, list):
-        child = node[_index(node, key, source)]
-    else:
-        if node.get(key) is None:
+        if isinstance(node, dict) and node.get(key) is None:
             node[key] = {}
-        child = node[key]
-    return child if isinstance(child, dict | list) else None
+        node = node[_place(node, key, source)]
+        if not isinstance(node, dict | list):
+            raise ConfigError(f"{source}: {'.'.join(path)} goes through {key}, which is not a section")
+    node[_place(node, path[-1], source)] = value
 
 
-def _index(node: list[Any], key: str, source: str) -> int:
+def _place(node: dict[str, Any] | list[Any], key: str, source: str) -> Any:
+    """Return a key in a section, or an index in a list."""
+    if isinstance(node, dict):
+        return key
     if not key.isdigit() or int(key) >= len(node):
         raise ConfigError(f"{source}: {key!r} is not an index below {len(node)}")
     return int(key)

@@ -12,27 +12,21 @@ from schemas.config.trainer import OptimizerConfig
 class WarmStartConfig(Section):
     """Supervised training that makes model.path if it does not exist, until it reaches an accuracy."""
 
-    model: ModelPath = Field(
-        description="What training starts from: a model's folder or hub id, or a function (folder, seed) that writes an"
-        " untrained model, as module:name or file.py:name."
-    )
+    model: ModelPath
+    """What training starts from: a model's folder or hub id, or a function (folder, seed) that writes an untrained
+    model, as module:name or file.py:name."""
     dataset: DatasetConfig
     eval: DatasetConfig
-    batch_size: int = Field(128, ge=1, description="Examples in one step.")
-    lr: float = Field(1e-3, gt=0, description="Peak learning rate; it falls towards stop_accuracy or max_steps.")
-    max_steps: int = Field(
-        2000,
-        ge=1,
-        description="Steps after which training fails if it has not reached stop_accuracy, or ends if that is null.",
-    )
-    eval_every: int = Field(20, ge=1, description="Steps between two measurements of the accuracy.")
-    stop_accuracy: float | None = Field(
-        0.5,
-        gt=0,
-        le=1,
-        description="Held-out accuracy at which training stops: the share of answers that greedy sampling repeats"
-        " to the letter. null trains for max_steps.",
-    )
+    batch_size: int = Field(128, ge=1)
+    """Examples in one step."""
+    lr: float = Field(1e-3, gt=0)
+    """Peak learning rate; it falls towards stop_accuracy or max_steps."""
+    max_steps: int = Field(2000, ge=1)
+    """Steps after which training fails if it has not reached stop_accuracy, or ends if that is null."""
+    eval_every: int = Field(20, ge=1)
+    """Steps between two measurements of the accuracy."""
+    stop_accuracy: float | None = Field(0.5, gt=0, le=1)
+    """Held-out accuracy at which training stops: the share of answers that greedy sampling repeats; null: max_steps."""
 
     @property
     def starts_untrained(self) -> bool:
@@ -43,26 +37,29 @@ class WarmStartConfig(Section):
 class PreferenceConfig(Section):
     """Learning from pairs of answers, one of which is preferred."""
 
-    out: UserPath = Field(
-        description="Folder for the trained model, relative to the folder in which you start tidemill."
-    )
-    dataset: DatasetConfig = Field(description="Prompts, each with a chosen and a rejected answer.")
-    eval: DatasetConfig = Field(description="Held-out pairs, to measure the accuracy.")
-    steps: int = Field(500, ge=1, description="Optimizer steps.")
-    batch_size: int = Field(32, ge=1, description="Pairs in one step.")
-    optimizer: OptimizerConfig = Field(
-        default_factory=lambda: OptimizerConfig(lr=1e-6, schedule="linear"), description="AdamW and its schedule."
-    )
-    eval_every: int = Field(100, ge=1, description="Steps between two measurements on the held-out pairs.")
+    out: UserPath
+    """Folder for the trained model, relative to the folder in which you start tidemill."""
+    dataset: DatasetConfig
+    """Prompts, each with a chosen and a rejected answer."""
+    eval: DatasetConfig
+    """Held-out pairs, to measure the accuracy."""
+    steps: int = Field(500, ge=1)
+    """Optimizer steps."""
+    batch_size: int = Field(32, ge=1)
+    """Pairs in one step."""
+    optimizer: OptimizerConfig = Field(default_factory=lambda: OptimizerConfig(lr=1e-6, schedule="linear"))
+    """AdamW and its schedule."""
+    eval_every: int = Field(100, ge=1)
+    """Steps between two measurements on the held-out pairs."""
 
 
 class DpoConfig(PreferenceConfig):
     """Direct preference optimisation of model.path, behind `tidemill dpo`."""
 
-    loss: Literal["sigmoid", "ipo"] = Field(
-        "sigmoid", description="sigmoid: DPO as published. ipo: the squared loss of IPO."
-    )
-    beta: float = Field(0.1, gt=0, description="How strongly the policy is kept close to model.path.")
+    loss: Literal["sigmoid", "ipo"] = "sigmoid"
+    """sigmoid: DPO as published. ipo: the squared loss of IPO."""
+    beta: float = Field(0.1, gt=0)
+    """How strongly the policy is kept close to model.path."""
 
 
 class RewardModelConfig(PreferenceConfig):

@@ -9,7 +9,7 @@ from schemas.config.algorithm import setting_of
 from schemas.config.base import Section
 from schemas.config.data import SELF, RewardTerm, check_labels
 from schemas.config.deploy import PlacementConfig, count_gpus, parse_ranges
-from schemas.config.generator import ENDPOINT_WORKFLOWS, LIVE, find_exact_problem
+from schemas.config.generator import ENDPOINT_WORKFLOWS, LIVE
 from schemas.config.run import slots_problem
 from schemas.config.sections import Sections
 
@@ -138,8 +138,22 @@ def _check_output_tokens(config: Sections) -> None:
 
 
 def _check_exact(config: Sections) -> None:
-    if problem := find_exact_problem(config.model, config.trainer, config.generator, config.pools):
-        raise ValueError(problem)
+    model, generator, trainer, parallel = config.model, config.generator, config.trainer, config.trainer.parallel
+    for name, pool in config.pools.items() if generator.exact else ():
+        if pool.generator.get("engine", generator.engine) != generator.engine:
+            raise ValueError(f"pools.{name}.generator.engine must be that of the section generator with exact")
+    refused = {
+        f"model.dtype {model.dtype}": model.dtype != "float32",
+        "model.kind vision": model.kind == "vision",
+        "model.output_tokens": model.output_tokens is not None,
+        "trainer.lora": trainer.lora is not None,
+        "trainer.compile": trainer.compile,
+        "trainer.router_replay": trainer.router_replay,
+        f"trainer.parallel.tensor {parallel.tensor}": parallel.tensor > 1,
+        f"trainer.parallel.context {parallel.context}": parallel.context > 1,
+    }
+    if names := [name for name, there in refused.items() if there and config.exact]:
+        raise ValueError(f"generator.exact does not support {names[0]} (docs/exact.md)")
 
 
 def _check_teachers(config: Sections) -> None:

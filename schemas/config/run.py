@@ -20,54 +20,42 @@ Prefix = Annotated[str, matching(r"[A-Za-z0-9_.-]+", "broker.prefix", "letters, 
 class RunConfig(Section):
     """Name, folder, seed and description of the run."""
 
-    name: RunName = Field(
-        "run", description="Name of the run, and part of its keys in the broker; lower-case letters, digits, - and _."
-    )
-    folder: UserPath | None = Field(None, description="Folder for the run's files; runs/NAME by default.")
-    base: UserPath | None = Field(
-        None, description="Folder for relative paths of your own code; by default the folder of the configuration file."
-    )
-    seed: int = Field(0, ge=0, description="Seed of prompt order, sampling and training.")
-    tags: list[str] = Field(
-        default_factory=list, description="Tags, by which lists of runs and trackers find this run."
-    )
-    notes: str | None = Field(None, description="What this run is for, in your own words; shown beside its name.")
+    name: RunName = "run"
+    """Name of the run, and part of its keys in the broker; lower-case letters, digits, - and _."""
+    folder: UserPath | None = None
+    """Folder for the run's files; runs/NAME by default."""
+    base: UserPath | None = None
+    """Folder for relative paths of your own code; by default the folder of the configuration file."""
+    seed: int = Field(0, ge=0)
+    """Seed of prompt order, sampling and training."""
+    tags: list[str] = []
+    """Tags, by which lists of runs and trackers find this run."""
+    notes: str | None = None
+    """What this run is for, in your own words; shown beside its name."""
 
 
 class ModelConfig(Section):
     """The policy."""
 
-    path: ModelPath = Field(
-        description="Folder or hub id of a Hugging Face causal language model; a hub id may name a revision:"
-        " org/name@revision."
-    )
-    dtype: Literal["float32", "bfloat16", "float16"] = Field(
-        "bfloat16",
-        description="Type for training, generation and published weights. The trainer keeps its own weights and the"
-        " optimizer in float32.",
-    )
-    kind: Literal["text", "vision", "mlp"] = Field(
-        "text",
-        description="text, or vision: a model that reads images, of the families Qwen2.5-VL and Qwen3-VL"
-        " (docs/vision.md). mlp: a small policy that acts in environments with numbers (docs/embodied.md); path is a"
-        " folder whose config.json has its sizes.",
-    )
-    max_pixels: int | None = Field(
-        None,
-        ge=784,
-        description="Most pixels of an image; larger images are scaled down. By default the model's own limit."
-        " Qwen2.5-VL uses one token for each 28 x 28 pixels.",
-    )
-    freeze_vision: bool = Field(
-        True, description="Don't train the vision tower of a vision model, and don't publish it to the generators."
-    )
-    max_length: int = Field(2048, ge=8, description="Most tokens of prompt and completion together.")
-    output_tokens: str | None = Field(
-        None,
-        description="Regular expression of the only tokens that the policy can produce, such as `<a\\d+>` for actions."
-        " Generation and training compute log-probabilities among these tokens alone.",
-    )
-    trust_remote_code: bool = Field(False, description="Run Python code that comes with the model.")
+    path: ModelPath
+    """Folder or hub id of a Hugging Face causal language model; a hub id may name a revision: org/name@revision."""
+    dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
+    """Type for training, generation and published weights. The trainer's weights and optimizer are in float32."""
+    kind: Literal["text", "vision", "mlp"] = "text"
+    """text, or vision: a model that reads images, of the families Qwen2.5-VL and Qwen3-VL (docs/vision.md). mlp: a
+    small policy for environments with numbers (docs/embodied.md), whose sizes are in path/config.json."""
+    max_pixels: int | None = Field(None, ge=784)
+    """Most pixels of an image; larger images are scaled down. By default the model's own limit. Qwen2.5-VL uses one
+    token for each 28 x 28 pixels."""
+    freeze_vision: bool = True
+    """Don't train the vision tower of a vision model, and don't publish it to the generators."""
+    max_length: int = Field(2048, ge=8)
+    """Most tokens of prompt and completion together."""
+    output_tokens: str | None = None
+    """Regular expression of the only tokens that the policy can produce, such as `<a\\d+>` for actions. Generation and
+    training compute log-probabilities among these tokens alone."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with the model."""
 
 
 def count_slots(staleness: int, batch: int, window: int) -> int:
@@ -89,49 +77,43 @@ def slots_problem(staleness: int, batch: int, window: int) -> str | None:
 class FlowConfig(Section):
     """The bound on staleness. Slots = (staleness + 1) * trainer.batch_groups - (window - 1)."""
 
-    staleness: int = Field(4, ge=0, le=1000, description="Largest age of a trained token, in weight versions.")
-    window: int = Field(
-        1,
-        ge=1,
-        description="How far a finished group may overtake the oldest unfinished group; 1 keeps the order of"
-        " admission.",
-    )
+    staleness: int = Field(4, ge=0, le=1000)
+    """Largest age of a trained token, in weight versions."""
+    window: int = Field(1, ge=1)
+    """How far a finished group may overtake the oldest unfinished group; 1 keeps the order of admission."""
 
 
 class BrokerConfig(Section):
     """The Redis or Valkey server, 7.0 or newer."""
 
-    url: str | None = Field(
-        None,
-        description="redis://, rediss:// or unix:// URL. By default REDIS_URL, or an embedded server if that is not"
-        " set.",
-    )
-    prefix: Prefix = Field("tidemill", description="First part of every key.")
-    deadline_s: Seconds = Field(60.0, description="How long a service retries while the broker does not answer.")
-    max_message_bytes: int = Field(16 * 1024 * 1024, ge=1024, description="Largest accepted message, in bytes.")
-    max_deliveries: int = Field(5, ge=1, description="Deliveries after which a message goes to the dead letters.")
-    fsync: Literal["everysec", "always", "no"] = Field("everysec", description="appendfsync of the embedded server.")
+    url: str | None = None
+    """redis://, rediss:// or unix:// URL. By default REDIS_URL, or an embedded server if that is not set."""
+    prefix: Prefix = "tidemill"
+    """First part of every key."""
+    deadline_s: Seconds = 60.0
+    """How long a service retries while the broker does not answer."""
+    max_message_bytes: int = Field(16 * 1024 * 1024, ge=1024)
+    """Largest accepted message, in bytes."""
+    max_deliveries: int = Field(5, ge=1)
+    """Deliveries after which a message goes to the dead letters."""
+    fsync: Literal["everysec", "always", "no"] = "everysec"
+    """appendfsync of the embedded server."""
 
 
 class TraceConfig(Section):
     """Traces of episodes: from admission over each call, tool and reward term to the step that trained it."""
 
-    url: str | None = Field(
-        None,
-        pattern="^https?://",
-        description="Receiver of OpenTelemetry's spans by OTLP over HTTP, for example http://localhost:4318. Without"
-        " one, the page alone shows them.",
-    )
-    share: float = Field(
-        0.01, ge=0, le=1, description="Share of the trained samples that are sent; those that failed all are."
-    )
+    url: str | None = Field(None, pattern="^https?://")
+    """Receiver of OpenTelemetry's spans by OTLP over HTTP, such as http://localhost:4318; else only the page has
+    them."""
+    share: float = Field(0.01, ge=0, le=1)
+    """Share of the trained samples that are sent; those that failed all are."""
 
 
 class LogConfig(Section):
     """Logging."""
 
-    level: Literal["debug", "info", "warning", "error"] = Field("info", description="Lowest level that is logged.")
-    format: Literal["auto", "human", "json"] = Field(
-        "auto",
-        description="human: lines of text. json: one JSON object per line. auto: human on a terminal, otherwise json.",
-    )
+    level: Literal["debug", "info", "warning", "error"] = "info"
+    """Lowest level that is logged."""
+    format: Literal["auto", "human", "json"] = "auto"
+    """human: lines of text. json: one JSON object per line. auto: human on a terminal, otherwise json."""

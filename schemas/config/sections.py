@@ -29,17 +29,16 @@ class Sections(Section):
 
     run: RunConfig = Field(default_factory=RunConfig)
     model: ModelConfig
-    train: TrainDatasets = Field(description="Prompts to train on: one dataset, or a list of them with weights.")
+    train: TrainDatasets
+    """Prompts to train on: one dataset, or a list of them with weights."""
     eval: EvalConfig | None = None
     sampling: SamplingConfig = Field(default_factory=SamplingConfig)
     reward: RewardConfig
     flow: FlowConfig = Field(default_factory=FlowConfig)
     generator: GeneratorConfig = Field(default_factory=GeneratorConfig)
-    pools: dict[PoolName, PoolConfig] = Field(
-        default_factory=dict,
-        description="Several kinds of generators, by name: each is the section generator with other values for some"
-        " settings. By default there is one kind, without a name.",
-    )
+    pools: dict[PoolName, PoolConfig] = {}
+    """Several kinds of generators, by name: each is the section generator with other values for some settings. By
+    default there is one kind, without a name."""
     trainer: TrainerConfig = Field(default_factory=TrainerConfig)
     warm_start: WarmStartConfig | None = None
     dpo: DpoConfig | None = None

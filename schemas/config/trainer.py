@@ -27,30 +27,31 @@ CHECKPOINTED_FROM = 1_000_000_000
 class OptimizerConfig(Section):
     """The optimizer and its learning-rate schedule."""
 
-    name: Literal["adamw", "adamw_8bit", "muon"] = Field(
-        "adamw",
-        description="adamw. adamw_8bit: its moments take 1 byte each a parameter instead of 4; needs the package"
-        " torchao, and parallel.tensor 1. muon: Muon for the matrices of layers, with steps as large as AdamW's, and"
-        " AdamW for embeddings, output layer, norms and biases.",
-    )
-    offload: bool = Field(
-        False,
-        description="Keep the optimizer's state in main memory, pinned for a GPU. Each update brings it to the device"
-        " in parts and takes it back, so that weights are the same to the bit. Not with adamw_8bit.",
-    )
-    lr: float = Field(1e-6, gt=0, description="Peak learning rate.")
-    betas: tuple[Decay, Decay] = Field((0.9, 0.95), description="Moment decay rates, each from 0 to below 1.")
-    eps: float = Field(1e-8, gt=0, description="Added to the root of the second moment.")
-    momentum: Decay = Field(0.95, description="Momentum of muon.")
-    weight_decay: float = Field(0.0, ge=0, description="Decoupled weight decay.")
-    max_grad_norm: float = Field(
-        1.0, gt=0, description="Largest gradient norm; larger gradients are scaled down to it."
-    )
-    schedule: Literal["constant", "linear", "cosine"] = Field(
-        "constant", description="How the learning rate falls over trainer.steps."
-    )
-    min_lr_ratio: float = Field(0.0, ge=0, le=1, description="Fraction of lr at which linear and cosine schedules end.")
-    warmup_steps: int = Field(0, ge=0, description="Steps over which the learning rate rises from 0 to lr.")
+    name: Literal["adamw", "adamw_8bit", "muon"] = "adamw"
+    """adamw. adamw_8bit: its moments take 1 byte each a parameter instead of 4; needs the package torchao, and
+    parallel.tensor 1. muon: Muon for the matrices of layers, with steps as large as AdamW's, and AdamW for embeddings,
+    output layer, norms and biases."""
+    offload: bool = False
+    """Keep the optimizer's state in main memory, pinned for a GPU. Each update brings it to the device in parts and
+    takes it back, so that weights are the same to the bit. Not with adamw_8bit."""
+    lr: float = Field(1e-6, gt=0)
+    """Peak learning rate."""
+    betas: tuple[Decay, Decay] = (0.9, 0.95)
+    """Moment decay rates, each from 0 to below 1."""
+    eps: float = Field(1e-8, gt=0)
+    """Added to the root of the second moment."""
+    momentum: Decay = 0.95
+    """Momentum of muon."""
+    weight_decay: float = Field(0.0, ge=0)
+    """Decoupled weight decay."""
+    max_grad_norm: float = Field(1.0, gt=0)
+    """Largest gradient norm; larger gradients are scaled down to it."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """How the learning rate falls over trainer.steps."""
+    min_lr_ratio: float = Field(0.0, ge=0, le=1)
+    """Fraction of lr at which linear and cosine schedules end."""
+    warmup_steps: int = Field(0, ge=0)
+    """Steps over which the learning rate rises from 0 to lr."""
 
     @model_validator(mode="after")
     def _check_offload(self) -> Self:
@@ -68,19 +69,16 @@ class LoraConfig(Section):
     Only the adapter is trained, checkpointed and published.
     """
 
-    rank: int = Field(16, ge=1, description="Rank of A and B; vLLM supports up to 512.")
-    alpha: float = Field(32.0, gt=0, description="Scale: the adapter is multiplied by alpha / rank.")
-    targets: list[str] | None = Field(
-        None,
-        min_length=1,
-        description="Last part of the names of the linear layers to adapt, for example [q_proj, v_proj]. By default"
-        " all except the output layer.",
-    )
-    start: UserPath | None = Field(
-        None,
-        description="Folder of an adapter in peft's format from which training starts, such as one of supervised"
-        " fine-tuning or of `tidemill export --adapter`. rank, alpha and targets must be those of the adapter.",
-    )
+    rank: int = Field(16, ge=1)
+    """Rank of A and B; vLLM supports up to 512."""
+    alpha: float = Field(32.0, gt=0)
+    """Scale: the adapter is multiplied by alpha / rank."""
+    targets: list[str] | None = Field(None, min_length=1)
+    """Last part of the names of linear layers to adapt, such as [q_proj, v_proj]; by default all but the output
+    layer."""
+    start: UserPath | None = None
+    """Folder of an adapter in peft's format from which training starts, such as one of supervised fine-tuning or of
+    `tidemill export --adapter`. rank, alpha and targets must be those of the adapter."""
 
     @model_validator(mode="before")
     @classmethod
@@ -98,35 +96,28 @@ class LoraConfig(Section):
 class CriticConfig(Section):
     """A value model, trained with the policy, for the advantage gae."""
 
-    model: ModelPath | None = Field(
-        None, description="Folder or hub id of the language model that the critic starts from; model.path by default."
-    )
+    model: ModelPath | None = None
+    """Folder or hub id of the language model that the critic starts from; model.path by default."""
     optimizer: OptimizerConfig = Field(default_factory=lambda: OptimizerConfig(lr=1e-5))
-    clip: float | None = Field(
-        0.2,
-        gt=0,
-        description="Largest change of a value in one step before the loss is clipped; null turns clipping off. It acts"
-        " from the second update of a step on (trainer.epochs, trainer.minibatches).",
-    )
+    clip: float | None = Field(0.2, gt=0)
+    """Largest change of a value in one step before the loss is clipped; null turns clipping off. It acts from the
+    second update of a step on (trainer.epochs, trainer.minibatches)."""
 
 
 class CheckpointConfig(Section):
     """Checkpoints."""
 
-    every: int = Field(100, ge=1, description="Steps between two checkpoints.")
-    keep: int = Field(2, ge=1, description="How many of the newest checkpoints are kept.")
-    keep_best: int = Field(
-        0,
-        ge=0,
-        description="How many checkpoints with the best evaluations, by mean reward, are kept as well. If above 0, each"
-        " version that eval.every evaluates gets a checkpoint. `tidemill export RUN --step best` exports the best one.",
-    )
-    asynchronous: bool = Field(
-        True,
-        description="Continue training while a checkpoint is written, from a copy of the state in main memory. If"
-        " false, no copy is made and training waits.",
-    )
-    deadline_s: Seconds = Field(600.0, description="How long training waits while the disk is full before it fails.")
+    every: int = Field(100, ge=1)
+    """Steps between two checkpoints."""
+    keep: int = Field(2, ge=1)
+    """How many of the newest checkpoints are kept."""
+    keep_best: int = Field(0, ge=0)
+    """How many checkpoints with the best evaluations, by mean reward, are kept as well. If above 0, each version that
+    eval.every evaluates gets a checkpoint. `tidemill export RUN --step best` exports the best one."""
+    asynchronous: bool = True
+    """Train while a checkpoint is written from a copy in main memory; false: no copy is made, and training waits."""
+    deadline_s: Seconds = 600.0
+    """How long training waits while the disk is full before it fails."""
 
     @property
     def most_uncovered(self) -> int:
@@ -140,32 +131,18 @@ class ParallelConfig(Section):
     Blocks of context x tensor ranks train the same samples. Gradients do not depend on any of it.
     """
 
-    tensor: int = Field(
-        1,
-        ge=1,
-        description="Tensor parallelism: ranks that share each layer, split by the model's own plan; the vocabulary"
-        " is split by rows.",
-    )
-    context: int = Field(
-        1,
-        ge=1,
-        description="Context parallelism (Ulysses): ranks that share the tokens of a micro-batch; attention exchanges"
-        " heads.",
-    )
-    replicate: int = Field(
-        1, ge=1, description="Copies of the sharded model (HSDP); weights are gathered only within a copy."
-    )
-    expert: int = Field(
-        1,
-        ge=1,
-        description="Expert parallelism: ranks that share the experts of a mixture, each rank with whole experts."
-        " Must be tensor or 1; with 1, each expert is split like any other layer.",
-    )
-    reshard: bool = Field(
-        True,
-        description="Free gathered weights of a layer between its forward and backward passes. If false, they are"
-        " gathered once for a micro-batch, and every rank needs room for the whole model in model.dtype.",
-    )
+    tensor: int = Field(1, ge=1)
+    """Tensor parallelism: ranks that share each layer, by the model's own plan; the vocabulary is split by rows."""
+    context: int = Field(1, ge=1)
+    """Context parallelism (Ulysses): ranks that share the tokens of a micro-batch; attention exchanges heads."""
+    replicate: int = Field(1, ge=1)
+    """Copies of the sharded model (HSDP); weights are gathered only within a copy."""
+    expert: int = Field(1, ge=1)
+    """Expert parallelism: ranks that share the experts of a mixture, each rank with whole experts. Must be tensor or 1;
+    with 1, each expert is split like any other layer."""
+    reshard: bool = True
+    """Free gathered weights of a layer between its forward and backward passes. If false, they are gathered once for a
+    micro-batch, and every rank needs room for the whole model in model.dtype."""
 
     @model_validator(mode="after")
     def _check_expert(self) -> Self:
@@ -194,171 +171,109 @@ AGGREGATION_NAMES = ("constant", "prompt_mean", "sequence_mean", "token_mean")
 class MismatchConfig(Section):
     """What is done about a generator whose log-probabilities are not those of the policy that it names."""
 
-    action: Literal["drain", "report"] = Field(
-        "drain",
-        description="drain: the generator gets no more tasks until its process is restarted, and groups with its"
-        " samples are dropped as mismatch. The last generator is never drained. report: only an event.",
-    )
-    ratio: float = Field(
-        4.0,
-        gt=1,
-        description="How many times the median of the other generators of its pool its mean difference may be, over"
-        " tokens of the same versions, or of the next older ones.",
-    )
-    kl: float | None = Field(
-        None,
-        gt=0,
-        description="Largest mean KL (k3) between trainer and generator at the same weights. By default 1e-5 in"
-        " float32 and 0.015 in 16 bits; no bound with sampling.top_p or sampling.top_k, which change the distribution.",
-    )
+    action: Literal["drain", "report"] = "drain"
+    """drain: the generator gets no more tasks until its process is restarted, and groups with its samples are dropped
+    as mismatch. The last generator is never drained. report: only an event."""
+    ratio: float = Field(4.0, gt=1)
+    """How many times the median of the other generators of its pool its mean difference may be, over tokens of the same
+    versions, or of the next older ones."""
+    kl: float | None = Field(None, gt=0)
+    """Largest mean KL (k3) between trainer and generator at the same weights. By default 1e-5 in float32 and 0.015 in
+    16 bits; no bound with sampling.top_p or sampling.top_k, which change the distribution."""
 
 
 class TrackingConfig(Section):
     """Under what names trackers list this run, so that they compare it with others."""
 
-    project: str | None = Field(
-        None,
-        min_length=1,
-        description="Project of the run (in MLflow, its experiment). By default what the tracker's own variable says"
-        " (WANDB_PROJECT, COMET_PROJECT_NAME, CLEARML_PROJECT, MLFLOW_EXPERIMENT_NAME), or tidemill.",
-    )
-    name: str | None = Field(None, min_length=1, description="Name of the run in the project; by default run.name.")
-    group: str | None = Field(
-        None, min_length=1, description="Group of runs to which this one belongs, such as seeds of one experiment."
-    )
+    project: str | None = Field(None, min_length=1)
+    """Project of the run (in MLflow, its experiment). By default what the tracker's own variable says (WANDB_PROJECT,
+    COMET_PROJECT_NAME, CLEARML_PROJECT, MLFLOW_EXPERIMENT_NAME), or tidemill."""
+    name: str | None = Field(None, min_length=1)
+    """Name of the run in the project; by default run.name."""
+    group: str | None = Field(None, min_length=1)
+    """Group of runs to which this one belongs, such as seeds of one experiment."""
 
 
 class TrainerConfig(Section):
     """The trainer."""
 
-    steps: int = Field(1000, ge=1, description="Steps; each trains one batch and makes one weight version.")
-    batch_groups: int = Field(32, ge=1, description="Prompt groups in one step.")
-    scale_rewards: bool = Field(
-        False,
-        description="Divide the rewards of environments with numbers by the running standard deviation of the"
-        " discounted return, as Stable-Baselines3's VecNormalize; with a critic or sac (docs/embodied.md).",
-    )
-    epochs: int = Field(
-        1, ge=1, description="How often a step trains its batch. Advantages are those before the first update."
-    )
-    minibatches: int = Field(
-        1,
-        ge=1,
-        description="Parts of whole prompt groups into which a step cuts its batch. Each gets an update of its own, so"
-        " that a step makes epochs * minibatches updates. At most batch_groups.",
-    )
-    micro_batch_tokens: int = Field(
-        16384,
-        ge=8,
-        description="Most tokens in one forward pass of a rank, including padding if the model does not support"
-        " packing.",
-    )
+    steps: int = Field(1000, ge=1)
+    """Steps; each trains one batch and makes one weight version."""
+    batch_groups: int = Field(32, ge=1)
+    """Prompt groups in one step."""
+    scale_rewards: bool = False
+    """Divide the rewards of environments with numbers by the running standard deviation of the discounted return, as
+    Stable-Baselines3's VecNormalize; with a critic or sac (docs/embodied.md)."""
+    epochs: int = Field(1, ge=1)
+    """How often a step trains its batch. Advantages are those before the first update."""
+    minibatches: int = Field(1, ge=1)
+    """Parts of whole prompt groups into which a step cuts its batch. Each gets an update of its own, so that a step
+    makes epochs * minibatches updates. At most batch_groups."""
+    micro_batch_tokens: int = Field(16384, ge=8)
+    """Most tokens in one forward pass of a rank, including padding if the model does not support packing."""
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
     loss: LossConfig = Field(default_factory=LossConfig)
     advantage: AdvantageConfig = Field(default_factory=AdvantageConfig)
-    datasets: dict[str, DatasetAlgorithm] = Field(
-        default_factory=dict, description="Training datasets with an algorithm of their own, by label."
-    )
+    datasets: dict[str, DatasetAlgorithm] = {}
+    """Training datasets with an algorithm of their own, by label."""
     critic: CriticConfig | None = None
     sac: SacConfig | None = None
     lora: LoraConfig | None = None
     kl: KlConfig = Field(default_factory=KlConfig)
-    rejection: list[RejectionConfig] = Field(
-        default_factory=list, description="Rules on the mismatch between trainer and rollout policy; none by default."
-    )
+    rejection: list[RejectionConfig] = []
+    """Rules on the mismatch between trainer and rollout policy; none by default."""
     mismatch: MismatchConfig = Field(default_factory=MismatchConfig)
-    aggregation: str = Field(
-        "token_mean",
-        description="How the losses of tokens become one number: token_mean, sequence_mean, prompt_mean, constant, or"
-        " your own as module:name or file.py:name.",
-    )
-    mask_truncated: bool = Field(
-        False,
-        description="Take no gradient from samples that ended at a limit of tokens, calls or time, since their"
-        " outcome is not known (DAPO's overlong filtering). Their rewards still count in the mean of their group.",
-    )
+    aggregation: str = "token_mean"
+    """How the losses of tokens become one number: token_mean, sequence_mean, prompt_mean, constant, or your own as
+    module:name or file.py:name."""
+    mask_truncated: bool = False
+    """Take no gradient from samples that ended at a limit of tokens, calls or time, since their outcome is not known
+    (DAPO's overlong filtering). Their rewards still count in the mean of their group."""
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
     publish: PublishConfig = Field(default_factory=PublishConfig)
-    batch_timeout_s: Seconds = Field(
-        600.0, description="How long the trainer waits for a complete batch before it fails and names what is missing."
-    )
-    max_failed_groups: int | None = Field(
-        None,
-        ge=1,
-        description="Prompt groups that may fail in a row, because of their examples, workflow, reward or weights,"
-        " before the run fails with the reason. By default 4 * batch_groups, and at least 16.",
-    )
-    processes: int = Field(
-        1,
-        ge=1,
-        description="Ranks that the trainer starts, one per GPU, over which the model is sharded (FSDP2). Your own"
-        " launcher (torchrun, accelerate) decides this by itself.",
-    )
-    parallel: ParallelConfig = Field(
-        default_factory=ParallelConfig,
-        description="How ranks share the model. The ranks that tensor, context and replicate leave over shard it"
-        " (FSDP2).",
-    )
-    rank_deadline_s: Seconds = Field(
-        1800.0,
-        description="How long a rank waits for the others within a step; pauses and waits for batches don't count.",
-    )
-    activation_checkpointing: bool | Literal["auto", "selective"] = Field(
-        "auto",
-        description="Compute activations again in the backward pass, also for the critic: less memory, about a third"
-        " more time. auto: for models of a billion parameters or more. selective: keep the results of attention.",
-    )
-    activation_offload: bool = Field(
-        False,
-        description="Keep the activations that activation_checkpointing saves in main memory until the backward pass."
-        " Requires activation_checkpointing.",
-    )
-    router_replay: bool = Field(
-        False,
-        description="For a mixture of experts: generators record the experts of each token, and training routes the"
-        " token to the same experts. Adds 1 byte (2 above 254 experts) per token, layer and selected expert to"
-        " messages.",
-    )
-    share_prefixes: bool = Field(
-        True,
-        description="Compute once what several rows of a micro-batch begin with, such as the prompt of a group. The"
-        " gradient is the same. Not used with images, router_replay or parallel.context.",
-    )
-    compile: bool = Field(
-        False,
-        description="Compile the layers of the model and the critic (torch.compile): the first steps take longer,"
-        " later steps less time.",
-    )
-    profile_steps: list[Annotated[int, Field(ge=0)]] = Field(
-        default_factory=list, description="Steps, counted from 0, for which each rank writes a profile into profiles/."
-    )
-    trackers: list[str] = Field(
-        default_factory=list,
-        description="Where metrics go in addition to metrics.jsonl: tensorboard, wandb, mlflow, aim, clearml,"
-        " comet_ml, dvclive, swanlab, trackio, or your own GeneralTracker of accelerate as module:name or"
-        " file.py:name.",
-    )
+    batch_timeout_s: Seconds = 600.0
+    """How long the trainer waits for a complete batch before it fails and names what is missing."""
+    max_failed_groups: int | None = Field(None, ge=1)
+    """Prompt groups that may fail in a row, because of their examples, workflow, reward or weights, before the run
+    fails with the reason. By default 4 * batch_groups, and at least 16."""
+    processes: int = Field(1, ge=1)
+    """Ranks that the trainer starts, one per GPU, over which the model is sharded (FSDP2). Your own launcher (torchrun,
+    accelerate) decides this by itself."""
+    parallel: ParallelConfig = Field(default_factory=ParallelConfig)
+    """How ranks share the model. The ranks that tensor, context and replicate leave over shard it (FSDP2)."""
+    rank_deadline_s: Seconds = 1800.0
+    """How long a rank waits for the others within a step; pauses and waits for batches don't count."""
+    activation_checkpointing: bool | Literal["auto", "selective"] = "auto"
+    """Compute activations again in the backward pass, also for the critic: less memory, about a third more time. auto:
+    for models of a billion parameters or more. selective: keep the results of attention."""
+    activation_offload: bool = False
+    """Keep the activations that activation_checkpointing saves in main memory until the backward pass. Requires
+    activation_checkpointing."""
+    router_replay: bool = False
+    """For a mixture of experts: generators record the experts of each token, and training routes the token to the same
+    experts. Adds 1 byte (2 above 254 experts) per token, layer and selected expert to messages."""
+    share_prefixes: bool = True
+    """Compute once what several rows of a micro-batch begin with, such as the prompt of a group. The gradient is the
+    same. Not used with images, router_replay or parallel.context."""
+    compile: bool = False
+    """Compile the layers of model and critic (torch.compile): the first steps take longer, later ones less time."""
+    profile_steps: list[Annotated[int, Field(ge=0)]] = []
+    """Steps, counted from 0, for which each rank writes a profile into profiles/."""
+    trackers: list[str] = []
+    """Where metrics go in addition to metrics.jsonl: tensorboard, wandb, mlflow, aim, clearml, comet_ml, dvclive,
+    swanlab, trackio, or your own GeneralTracker of accelerate as module:name or file.py:name."""
     tracking: TrackingConfig = Field(default_factory=TrackingConfig)
-    log_completions: int = Field(
-        0,
-        ge=0,
-        description="Number of samples of the batch, from worst to best, to show in trackers with tables (wandb,"
-        " clearml) at each evaluation, or every trainer.checkpoint.every steps if there is no `eval`.",
-    )
-    log_groups: int = Field(
-        4,
-        ge=0,
-        description="Prompt groups per step whose samples are kept in samples/ in the run's folder, with texts,"
-        " rewards by term and advantages. The files take at most 512 MiB; the oldest are deleted first.",
-    )
-    record: bool = Field(
-        False,
-        description="Keep the samples of every step in batches/ in the run's folder, as long as the checkpoint before"
-        " it, for `tidemill replay`. Takes about 6 bytes per token.",
-    )
-    threads: int | None = Field(
-        None, ge=1, description="CPU threads of each rank; by default PyTorch's choice, or an equal share of the cores."
-    )
+    log_completions: int = Field(0, ge=0)
+    """Number of samples of the batch, from worst to best, to show in trackers with tables (wandb, clearml) at each
+    evaluation, or every trainer.checkpoint.every steps if there is no `eval`."""
+    log_groups: int = Field(4, ge=0)
+    """Prompt groups per step whose samples are kept in samples/ in the run's folder, with texts, rewards by term and
+    advantages. The files take at most 512 MiB; the oldest are deleted first."""
+    record: bool = False
+    """Keep the samples of every step in batches/ in the run's folder, as long as the checkpoint before it, for
+    `tidemill replay`. Takes about 6 bytes per token."""
+    threads: int | None = Field(None, ge=1)
+    """CPU threads of each rank; by default PyTorch's choice, or an equal share of the cores."""
 
     @field_validator("aggregation")
     @classmethod

@@ -24,7 +24,7 @@ from tests.support.configurations import minimal_config
     ],
 )
 def test_a_description_lists_its_registrys_names(section: type[BaseModel], field: str, registry: Registry) -> None:
-    description = section.model_fields[field].description or ""
+    description = " ".join((section.model_fields[field].description or "").split())
     listed = re.sub(r"\(.*?\)", "", description.partition(", or your own")[0]).rpartition(":")[2]
     assert sorted(re.findall(r"\w+", listed)) == registry.names
 
