@@ -8,8 +8,9 @@ from typing import Any
 
 @dataclass(frozen=True)
 class DatasetResult:
-    """Counts of an evaluation's samples from one dataset. mean: of the rewards; length: mean loss tokens.
+    """Counts of an evaluation's samples from one dataset.
 
+    mean: of the scored samples' rewards. length: their mean loss tokens, None if not known.
     prompts: how many prompts, of those whose samples have all ended, have so many scored and so many correct samples.
     """
 
@@ -38,8 +39,7 @@ class DatasetResult:
     def figures(self, passes: Iterable[int], has_accuracy: bool = True) -> dict[str, float]:
         """Return the known metrics by name: reward, length, and with has_accuracy accuracy and pass@k of ``passes``.
 
-        has_accuracy: that of the configuration. Without it no sample is right or wrong, so that their share means
-        nothing.
+        has_accuracy: that of the configuration. Without it no sample is right or wrong.
         """
         metrics = {"reward": self.mean if self.scored else None, "length": self.length}
         if has_accuracy:
@@ -58,36 +58,22 @@ class DatasetResult:
         }
 
 
-@dataclass(frozen=True)
-class EvalResult:
-    """Counts of an evaluation. mean: of the scored samples' rewards; time: of the last score, Unix seconds.
+@dataclass(frozen=True, kw_only=True)
+class EvalResult(DatasetResult):
+    """Counts of an evaluation, of all its datasets. time: of the last score, Unix seconds.
 
-    length: mean loss tokens of the scored samples; None if not known.
     off_version: samples with tokens of another weight version, because no generator had the evaluated one any more.
     datasets: the same counts by the label of the dataset.
     """
 
     version: int
-    n: int
-    scored: int
-    failed: int
-    mean: float
     time: float
     off_version: int = 0
-    length: float | None = None
     datasets: Mapping[str, DatasetResult] = field(default_factory=dict)
 
     @property
     def complete(self) -> bool:
         return self.scored + self.failed >= self.n
-
-    @property
-    def accuracy(self) -> float | None:
-        """Share of correct samples over all datasets; None if none was scored."""
-        prompts: Counter[tuple[int, int]] = Counter()
-        for dataset in self.datasets.values():
-            prompts.update(dataset.prompts)
-        return DatasetResult(self.n, prompts=prompts).accuracy
 
 
 def parse_results(fields: Mapping[bytes, bytes]) -> list[EvalResult]:
@@ -99,17 +85,19 @@ def parse_results(fields: Mapping[bytes, bytes]) -> list[EvalResult]:
             versions.setdefault(int(version), {})[name.decode()] = float(value)
         except ValueError:
             continue
-    return [
-        EvalResult(
-            version=version,
-            time=counts.get("time", 0.0),
-            off_version=int(counts.get("off_version", 0)),
-            datasets=_by_dataset(counts),
-            **_totals(counts),
-        )
-        for version, counts in sorted(versions.items())
-        if "n" in counts
-    ]
+    return [_result(version, counts) for version, counts in sorted(versions.items()) if "n" in counts]
+
+
+def _result(version: int, counts: Mapping[str, float]) -> EvalResult:
+    datasets = _by_dataset(counts)
+    return EvalResult(
+        version=version,
+        time=counts.get("time", 0.0),
+        off_version=int(counts.get("off_version", 0)),
+        datasets=datasets,
+        prompts=sum((Counter(one.prompts) for one in datasets.values()), Counter[tuple[int, int]]()),
+        **_totals(counts),
+    )
 
 
 def _by_dataset(fields: Mapping[str, float]) -> dict[str, DatasetResult]:

@@ -11,6 +11,7 @@ from broker.connection.connection import RunData
 from broker.queues.tasks import EVAL_BASE
 from schemas.errors import printable
 from schemas.messages import Score, Trajectory
+from schemas.run_folder import parse_line
 
 KEEP, KEEP_BYTES = 10_000, 16 * 2**20
 PROMPT, COMPLETION = 4_000, 8_000
@@ -30,15 +31,8 @@ class EvalSamples(RunData):
     def take(self, after: str, written: str) -> list[tuple[str, dict[str, Any]]]:
         """Read samples after the entry ``after``, each with its entry; delete those up to the entry ``written``."""
         entries: Any = self._connection.run_script("take_eval_samples", after, AT_ONCE, written)
-        samples = []
-        for entry, fields in entries:
-            try:
-                line = json.loads(fields[1])
-            except (ValueError, IndexError):
-                continue
-            if isinstance(line, dict) and isinstance(line.get("version"), int):
-                samples.append((entry.decode(), line))
-        return samples
+        samples = ((entry.decode(), parse_line(b"".join(fields[1:2]))) for entry, fields in entries)
+        return [(entry, line) for entry, line in samples if line and isinstance(line.get("version"), int)]
 
 
 def describe(trajectory: Trajectory, score: Score) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from broker.connection.connection import RunData
 from broker.connection.scripts import OTHER_RUN
 from broker.evaluations.results import EvalResult, parse_results
 from broker.queues.consumer_group import split_calls
-from broker.queues.dead_letters import UnusableTask, check_sendable, letter_of
+from broker.queues.dead_letters import UnusableTask, check_sendable
 from broker.queues.images import image_args
 from broker.queues.tasks import eval_version
 from schemas.errors import BrokerDamaged, InfraError
@@ -41,23 +41,21 @@ class Evals(RunData):
     ) -> bool:
         """Queue the tasks of one evaluation, all at once; False if this version's evaluation was opened before.
 
-        Their bodies and images are sent first, in parts: a feeder that dies in between has opened nothing. Samples of
-        a task that can't be sent count as failed, with a dead letter. run: the run of these tasks; the error of
-        JoinedRun if the broker has another one. images: bytes of the tasks' images by digest. InfraError if the broker
-        keeps losing what was sent.
+        Bodies and images are sent first, in parts: a feeder that dies in between has opened nothing. Samples of a task
+        that can't be sent count as failed, with a dead letter. run: the run of these tasks; the error of JoinedRun if
+        the broker has another one. images: their bytes by digest. InfraError if the broker keeps losing what was sent.
         """
         run = run or JoinedRun()
         args: list[int | bytes | str] = [version, run.id, KEPT_EVALUATIONS]
         used: dict[str | bytes, str | bytes] = {}
         bodies: dict[int, bytes] = {}
         for task in tasks:
-            body, wrong = check_sendable(task, self._max_bytes)
+            body, _, letter = check_sendable(task, self._max_bytes)
             if body:
                 bodies[task.task_id] = body
             parts = image_args(task if body else None, images or {})
             digests = parts[::2]
             used |= zip(digests, parts[1::2], strict=True)
-            letter = letter_of(wrong, self._max_bytes)
             args += [task.task_id, task.n, letter, task.dataset, len(digests), *digests]
         deadline = time.monotonic() + self._connection.deadline_s
         while self._stage(version, run, "images", used) and self._stage(version, run, "tasks", bodies):

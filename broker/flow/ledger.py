@@ -7,7 +7,7 @@ skipped by the curriculum; those to be admitted again (``readmit``) count as not
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 import msgspec
 import redis
@@ -16,7 +16,7 @@ from broker.connection.connection import BLOCK_MS, RunData
 from broker.connection.scripts import OTHER_RUN
 from broker.flow.run_control import ControlState, parse_settings, with_prefix
 from broker.queues.consumer_group import split_calls
-from broker.queues.dead_letters import UnusableTask, check_sendable, letter_of
+from broker.queues.dead_letters import UnusableTask, check_sendable
 from broker.queues.images import image_args
 from schemas.config.run import slots_problem
 from schemas.errors import RefusedError
@@ -156,11 +156,11 @@ class Ledger(RunData):
         run = run or JoinedRun()
         parts: list[tuple[bytes | str | int, ...]] = []
         unusable = []
+        nothing = b"", None, b""
         for task in tasks:
-            body, wrong = (b"", None) if isinstance(task, SkippedTask) else check_sendable(task, self._max_bytes)
+            body, wrong, letter = nothing if isinstance(task, SkippedTask) else check_sendable(task, self._max_bytes)
             prompt = "" if prompts is None else prompts.get(task.task_id, "")
             image_parts = image_args(task if body else None, images or {})
-            letter = letter_of(wrong, self._max_bytes)
             parts.append((task.task_id, body, task.n, letter, prompt, len(image_parts) // 2, *image_parts))
             unusable.append(wrong)
         answers = self._connection.run_scripts("admit_tasks", [[run.id, *call] for call in split_calls(parts)])
@@ -223,35 +223,33 @@ class Ledger(RunData):
 
     def read_state(self) -> LedgerState:
         """Read the whole ledger at one moment."""
-        raw = self._connection.run_script("read_pipeline")
-        control, counts = pairs(raw[1]), pairs(raw[2])
-        found = {
-            **control,
-            **counts,
-            "active": len(raw[3]) // 2,
-            "readmit": len(raw[4]),
-            "capacity": control.get("slots", 0),
-            "uncommitted_steps": raw[5],
-            "dropped": with_prefix(counts, "dropped:"),
-            "failed": with_prefix(counts, "failed:"),
-            "samples_published": counts.get("published", 0),
-            "tokens": with_prefix(counts, "tokens:"),
-            "devices": _device_seconds(with_prefix(counts, "device:")),
-            "control": ControlState.parse(pairs(raw[6])),
-            "settings": parse_settings(control),
-            "counters": pairs(raw[7]),
-        }
-        return msgspec.convert(found, LedgerState, strict=False)
+        return msgspec.convert(ledger_fields(self._connection.run_script("read_pipeline")), LedgerState, strict=False)
+
+
+def ledger_fields(raw: Sequence[Any]) -> dict[str, Any]:
+    """Return the fields of a LedgerState, from the reply of the script read_pipeline."""
+    control, counts = pairs(raw[1]), pairs(raw[2])
+    return {
+        **control,
+        **counts,
+        "active": len(raw[3]) // 2,
+        "readmit": len(raw[4]),
+        "capacity": control.get("slots", 0),
+        "uncommitted_steps": raw[5],
+        "dropped": with_prefix(counts, "dropped:"),
+        "failed": with_prefix(counts, "failed:"),
+        "samples_published": counts.get("published", 0),
+        "tokens": with_prefix(counts, "tokens:"),
+        "devices": _device_seconds(with_prefix(counts, "device:")),
+        "control": ControlState.parse(pairs(raw[6])),
+        "settings": parse_settings(control),
+        "counters": pairs(raw[7]),
+    }
 
 
 def pairs(flat: Sequence[bytes]) -> dict[str, str]:
     """Parse the flat list in which scripts return a hash: field, value, field, value."""
     return {flat[at].decode(): flat[at + 1].decode() for at in range(0, len(flat), 2)}
-
-
-def ended_untrained(counts: dict[str, int]) -> int:
-    """Return the number of groups that were dropped or failed."""
-    return sum(value for name, value in counts.items() if name.startswith(("dropped:", "failed:")))
 
 
 def _device_seconds(milliseconds: dict[str, str]) -> dict[str, dict[str, float]]:

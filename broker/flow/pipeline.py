@@ -4,8 +4,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from broker.flow.ledger import ended_untrained
-from broker.flow.run_control import ControlState
+from broker.flow.ledger import LedgerState
 from schemas.messages import Score
 
 
@@ -34,33 +33,17 @@ class Slot:
 
 
 @dataclass(frozen=True)
-class PipelineSnapshot:
-    """The pipeline at one moment, as its trainer needs it.
+class PipelineSnapshot(LedgerState):
+    """The ledger as its trainer needs it: also which groups are in the pipeline.
 
-    cursor: every task id below it was admitted once, or skipped. readmit: ids below it that are to be admitted again.
-    batch: prompt groups in the next step (B). staleness: bound in versions.
+    waiting: task ids below the cursor that are to be admitted again. counts: the ledger's, by name.
     """
 
-    step: int
-    cursor: int
-    slots: list[Slot]
-    readmit: list[int]
-    counts: dict[str, int]
-    batch: int
-    staleness: int
-    settings: dict[str, float]
-    paused: bool
-    control: ControlState = field(default_factory=ControlState)
-
-    @property
-    def balanced(self) -> bool:
-        """Whether the ledger's invariant holds."""
-        ended = self.counts.get("trained", 0) + ended_untrained(self.counts)
-        admitted = self.counts.get("admitted", 0)
-        skipped = self.counts.get("skipped", 0)
-        return admitted == len(self.slots) + ended == self.cursor - len(self.readmit) - skipped
+    slots: list[Slot] = field(default_factory=list)
+    waiting: list[int] = field(default_factory=list)
+    counts: dict[str, int] = field(default_factory=dict)
 
     @property
     def unfinished(self) -> set[int]:
         """Task ids below the cursor that have not ended."""
-        return {slot.task_id for slot in self.slots} | set(self.readmit)
+        return {slot.task_id for slot in self.slots} | set(self.waiting)

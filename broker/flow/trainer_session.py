@@ -9,8 +9,10 @@ import json
 import secrets
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from typing import Any, Literal, TypeAlias, cast
 
+import msgspec
 import redis
 
 from broker.connection.connection import BLOCK_MS, Connection, RunData
@@ -18,11 +20,10 @@ from broker.connection.counters import COMMIT_SECONDS, COMMITS, FENCED, add_coun
 from broker.connection.keys import TRAINER
 from broker.connection.stream_pages import Entry
 from broker.flow.fencing import accepted, run_fenced, term_number
-from broker.flow.ledger import pairs
+from broker.flow.ledger import ledger_fields, pairs
 from broker.flow.owner import Owner, name_taken
 from broker.flow.pipeline import PipelineSnapshot, ScoredSample, Slot
 from broker.flow.progress import Takeover, TakeoverRequest
-from broker.flow.run_control import ControlState, parse_settings
 from broker.queues.bodies import body_name, read_bodies
 from broker.queues.consumer_group import ensure_group, groups_of, number, with_group
 from broker.queues.scores import outcomes_in
@@ -81,28 +82,20 @@ class TrainerSession(RunData):
     def read_pipeline(self) -> PipelineSnapshot:
         """Read the pipeline at one moment; BrokerLost if the server was restarted."""
         raw = self._connection.run_script("read_pipeline")
-        control, counts = pairs(raw[1]), {name: int(value) for name, value in pairs(raw[2]).items()}
-        self._current(raw[0].decode() if raw[0] and "step" in control else None)
+        self._current(raw[0].decode() if raw[0] and b"step" in raw[1][::2] else None)
         if self._connections != self._connection.connections:
             self._connections = self._connection.connections
             if self._server_id() != self._server:
                 raise BrokerLost("the broker was restarted; its data has to be compared with the trainer's")
-        orders = pairs(raw[6])
-        if "pause_id" not in orders:
+        if b"pause_id" not in raw[6][::2]:
             # The takeover wrote it. Without it, a pause would end for the trainer alone.
             raise BrokerLost("the broker has lost the orders to this run")
-        snapshot = PipelineSnapshot(
-            step=int(control["step"]),
-            cursor=int(control["cursor"]),
-            slots=[Slot(int(task_id), int(order)) for task_id, order in zip(raw[3][::2], raw[3][1::2], strict=True)],
-            readmit=[int(task_id) for task_id in raw[4]],
-            counts=counts,
-            batch=int(control["batch"]),
-            staleness=int(control["staleness"]),
-            settings=parse_settings(control),
-            paused=control.get("paused") == "1",
-            control=ControlState.parse(orders),
-        )
+        found = ledger_fields(raw) | {
+            "slots": [Slot(int(task_id), int(order)) for task_id, order in zip(raw[3][::2], raw[3][1::2], strict=True)],
+            "waiting": [int(task_id) for task_id in raw[4]],
+            "counts": pairs(raw[2]),
+        }
+        snapshot = msgspec.convert(found, PipelineSnapshot, strict=False)
         if not snapshot.balanced:
             raise BrokerDamaged("the broker's ledger does not add up: a part of it is gone")
         return snapshot
@@ -225,9 +218,7 @@ class TrainerSession(RunData):
             self._seen.difference_update(scored)
         if records:
             self._run("forget_consumers", int(SILENT_CONSUMER_S * 1000))
-        add_counts(
-            self._connection, {COMMITS: len(records), COMMIT_SECONDS: time.monotonic() - began if records else 0}
-        )
+            add_counts(self._connection, {COMMITS: len(records), COMMIT_SECONDS: time.monotonic() - began})
 
     def _recover(self, count: int) -> list[Entry]:
         entries: list[Entry] = []
@@ -269,13 +260,11 @@ class TrainerSession(RunData):
             return
         letters: dict[bytes, bytes] = {}
         for outcome in outcomes:
-            letter = DeadLetter(
-                source="scored", reason=outcome.score.reason or "not an outcome", deliveries=1, payload=b""
-            )
+            reason = outcome.score.reason or "not an outcome"
+            letter = DeadLetter(source="scored", reason=reason, deliveries=1, payload=b"")
             (entry,) = _entries([outcome.scored_id])
             letters[entry] = encode(letter) if outcome.task_id < 0 else b""
-        args = [part for pair in letters.items() for part in pair]
-        self._run("discard_scores", *args)
+        self._run("discard_scores", *chain.from_iterable(letters.items()))
         self._seen.difference_update(letters)
 
     def finish_run(self) -> None:

@@ -340,6 +340,25 @@ local function eval_outcome(task, dataset, reward, tokens)
   redis.call('HSET', EVALS, version .. ':time', redis.call('TIME')[1])
 end
 
+-- The fields of all evaluations, by version.
+local function eval_fields()
+  local of_version = {}
+  for _, field in ipairs(redis.call('HKEYS', EVALS)) do
+    local version = string.match(field, '^(%d+):')
+    if version then
+      of_version[version] = of_version[version] or {}
+      table.insert(of_version[version], field)
+    end
+  end
+  return of_version
+end
+
+-- Whether all samples of an evaluation have ended; nil if their number is not known.
+local function eval_complete(version)
+  local v = redis.call('HMGET', EVALS, version .. ':n', version .. ':scored', version .. ':failed')
+  return v[1] and tonumber(v[2] or 0) + tonumber(v[3] or 0) >= tonumber(v[1])
+end
+
 -- The dataset of an evaluation task.
 local function eval_dataset(task)
   return redis.call('HGET', GROUPS, task .. ':dataset') or ''

@@ -9,9 +9,6 @@ from typing import Any
 
 from broker.connection.connection import Connection
 
-NO_BODY = "its body is not there"
-"""Reason of a dead letter for a message whose body was lost."""
-
 
 def read_bodies(connection: Connection, names: Sequence[bytes]) -> list[bytes | None]:
     """Read bodies by name; None for a missing one."""

@@ -5,9 +5,11 @@ claims it if its worker is silent for a lease.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from abc import abstractmethod
+from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any, Generic, TypeVar
+from itertools import chain
+from typing import Any, Generic, TypeAlias, TypeVar
 
 import msgspec
 import redis
@@ -15,10 +17,13 @@ import redis
 from broker.connection.connection import GONE, Connection, RunData, error_code
 from broker.connection.counters import LEASES_EXPIRED, add_counts
 from broker.connection.stream_pages import Entry, entries_in
-from schemas.codec import Message
+from schemas.codec import BadMessage, Message
 from schemas.errors import InfraError
 
+Read: TypeAlias = tuple[str, Entry, int]
+"""A stream, an entry of it, and how often that was delivered; negative if a part of the work may be done."""
 M = TypeVar("M", bound=Message)
+P = TypeVar("P", bound=tuple[bytes | str | int, ...])
 T = TypeVar("T")
 AT_ONCE = 64
 """Most samples in one call of a script, during which the server does nothing else."""
@@ -45,14 +50,15 @@ class Delivery(msgspec.Struct, Generic[M], frozen=True, gc=False):
     fruitless: int = 0
 
 
-class ConsumerGroup(RunData):
+class ConsumerGroup(RunData, Generic[M]):
     """A consumer of a group: reads new entries, its own pending ones after a lost reply, and stale ones of others.
 
     An entry counts as delivered once more if its worker died or was silent for a lease, but not if only a reply was
-    lost. renewal: the script that renews leases on these streams.
+    lost. renewal: the script that renews leases on these streams. workers: of the group, in words.
     """
 
     renewal: str
+    workers: str
 
     def __init__(
         self, connection: Connection, streams: list[str], group: str, consumer: str, max_deliveries: int, max_bytes: int
@@ -72,14 +78,13 @@ class ConsumerGroup(RunData):
         for stream in self._streams:
             ensure_group(self._connection, stream, self._group)
 
-    def _read(self, count: int, block_ms: int, streams: list[str] | None = None) -> list[tuple[str, Entry, int]]:
+    def _read(self, count: int, block_ms: int, streams: list[str] | None = None) -> list[Read]:
         if self._losses != self._connection.losses:
             # The server may have delivered entries in a lost reply, so look at what is pending for this consumer.
             began, self._losses = self._losses < 0, self._connection.losses
             self._ensure_groups()
             stranded = [entry for stream in self._streams for entry in self._take_stranded(stream, died=began)]
             if stranded:
-                # A negative count tells that a part may be done.
                 return [(stream, entry, -times) for stream, entry, times in stranded]
         return [(stream, entry, 1) for stream, entry in self._take(self._fetch(count, block_ms, streams))]
 
@@ -100,7 +105,7 @@ class ConsumerGroup(RunData):
             self._held[stream].add(entry[0])
         return entries
 
-    def _take_stranded(self, stream: str, died: bool) -> list[tuple[str, Entry, int]]:
+    def _take_stranded(self, stream: str, died: bool) -> list[Read]:
         """Take what is pending for this name but not held: from a lost reply, or from a dead worker of this name."""
         pending = self._with_group(
             "looking at what is pending", "xpending_range", stream, self._group, "-", "+", 10_000, self._consumer
@@ -113,6 +118,38 @@ class ConsumerGroup(RunData):
 
     def _release(self, stream: str, entry_id: bytes) -> None:
         self._held[stream].discard(entry_id)
+
+    def _decode(self, entries: list[Read]) -> list[Delivery[M]]:
+        """Return deliveries of entries; those that can't be delivered go to the dead letters."""
+        deliveries: list[Delivery[M]] = []
+        bodies = self._read_bodies([fields for _, (_, fields), _ in entries])
+        for read, body in zip(entries, bodies, strict=True):
+            stream, (entry_id, fields), times = read
+            if not fields:
+                self._release(stream, entry_id)
+                continue
+            try:
+                if body is None:
+                    raise BadMessage("its body is not there")
+                if abs(times) > self._max_deliveries:
+                    raise BadMessage(f"delivered {abs(times)} times, its {self.workers} died or stalled each time")
+                deliveries.append(self._deliver(read, body))
+            except BadMessage as error:
+                self._refuse(read, body, str(error))
+                self._release(stream, entry_id)
+        return deliveries
+
+    @abstractmethod
+    def _read_bodies(self, entries: list[dict[bytes, bytes]]) -> list[bytes | None]:
+        """Return the body of each entry, None if it was lost."""
+
+    @abstractmethod
+    def _deliver(self, read: Read, body: bytes) -> Delivery[M]:
+        """Decode a message; BadMessage if it can't be used."""
+
+    @abstractmethod
+    def _refuse(self, read: Read, body: bytes | None, reason: str) -> None:
+        """File a message as a dead letter."""
 
     def renew_leases(self) -> list[bytes]:
         """Renew the leases of all entries that this worker holds; called from a separate thread.
@@ -133,8 +170,9 @@ class ConsumerGroup(RunData):
         run = partial(self._connection.run_script, self.renewal, stream.rpartition(":")[2], self._consumer, *ids)
         return list(with_group(self._connection, self._ensure_groups, run))
 
-    def _claim_stale(self, lease_s: float, count: int) -> list[tuple[str, Entry, int]]:
-        claimed: list[tuple[str, Entry, int]] = []
+    def claim_stale(self, lease_s: float, count: int) -> list[Delivery[M]]:
+        """Claim work of workers that were silent for longer than their lease."""
+        claimed: list[Read] = []
         idle = int(lease_s * 1000)
         for stream in self._streams:
             self._redate(stream, lease_s)
@@ -151,18 +189,18 @@ class ConsumerGroup(RunData):
             }
             claimed += self._claim(stream, dict(list(times.items())[:count]), idle)
         add_counts(self._connection, {f"{LEASES_EXPIRED}:{self._group}": len(claimed)})
-        return claimed
+        return self._decode(claimed)
 
     def _has_died(self, owner: bytes) -> bool:
         """Return whether the owner of stale work is another worker, or an earlier one of the same name."""
         return owner != self._consumer.encode() or self._losses < 0
 
-    def _claim(self, stream: str, times: dict[bytes, int], idle_ms: int) -> list[tuple[str, Entry, int]]:
+    def _claim(self, stream: str, times: dict[bytes, int], idle_ms: int) -> list[Read]:
         """Claim entries idle for ``idle_ms``, set how often they were delivered to ``times``, and hold them.
 
         Because the count is set, a retry after a lost reply does not count twice.
         """
-        found: dict[bytes, tuple[str, Entry, int]] = {}
+        found: dict[bytes, Read] = {}
         for count in set(times.values()):
             wanted = [entry for entry, often in times.items() if often == count]
             entries = self._with_group(
@@ -206,18 +244,23 @@ def _position(entry_id: bytes) -> tuple[int, int]:
     return (int(moment), int(number)) if entry_id else (-1, -1)
 
 
-def split_calls(parts: Sequence[tuple[bytes | str | int, ...]]) -> list[list[bytes | str | int]]:
-    """Join a script's arguments for each sample into calls of at most AT_ONCE samples and BYTES_AT_ONCE bytes."""
-    calls: list[list[bytes | str | int]] = []
-    count = size = 0
+def parcels(parts: Iterable[P], most_bytes: int) -> list[list[P]]:
+    """Divide a script's arguments for each sample into calls of at most AT_ONCE samples and ``most_bytes`` bytes."""
+    found: list[list[P]] = []
+    size = 0
     for part in parts:
         length = sum([len(item) for item in part if type(item) is bytes])
-        if not calls or count == AT_ONCE or size + length > BYTES_AT_ONCE:
-            calls.append([])
-            count = size = 0
-        calls[-1] += part
-        count, size = count + 1, size + length
-    return calls
+        if not found or len(found[-1]) == AT_ONCE or size + length > most_bytes:
+            found.append([])
+            size = 0
+        found[-1].append(part)
+        size += length
+    return found
+
+
+def split_calls(parts: Iterable[tuple[bytes | str | int, ...]]) -> list[list[bytes | str | int]]:
+    """Join a script's arguments for each sample into calls, see ``parcels``."""
+    return [list(chain.from_iterable(parcel)) for parcel in parcels(parts, BYTES_AT_ONCE)]
 
 
 def number(text: bytes | None) -> int:

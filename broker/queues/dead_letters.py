@@ -81,22 +81,18 @@ def letter_bytes(letter: DeadLetter, max_bytes: int) -> bytes:
     return encode(kept, LIMIT)
 
 
-def check_sendable(task: Task | UnusableTask, max_bytes: int) -> tuple[bytes, UnusableTask | None]:
-    """Return the encoded task and None; or, if it can't be encoded or is too large, b"" and the UnusableTask."""
-    if isinstance(task, UnusableTask):
-        return b"", task
-    try:
-        return encode(task, max_bytes), None
-    except BadMessage as error:
-        return b"", UnusableTask(task.task_id, task.n, str(error), task.dataset)
+def check_sendable(task: Task | UnusableTask, max_bytes: int) -> tuple[bytes, UnusableTask | None, bytes]:
+    """Return the encoded task, None and b""; or b"", the UnusableTask and its dead letter.
 
-
-def letter_of(task: UnusableTask | None, max_bytes: int) -> bytes:
-    """Return the dead letter of a prompt group that fails on admission; b"" for None."""
-    if task is None:
-        return b""
+    A task that can't be encoded or is too large is one, too.
+    """
+    if isinstance(task, Task):
+        try:
+            return encode(task, max_bytes), None, b""
+        except BadMessage as error:
+            task = UnusableTask(task.task_id, task.n, str(error), task.dataset)
     letter = DeadLetter(source="feeder", reason=task.reason, deliveries=0, payload=b"", task_id=task.task_id)
-    return letter_bytes(letter, max_bytes)
+    return b"", task, letter_bytes(letter, max_bytes)
 
 
 def _stored(entry: bytes, fields: dict[bytes, bytes]) -> StoredLetter:

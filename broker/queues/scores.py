@@ -10,19 +10,18 @@ from typing import Any
 from broker.connection.connection import BLOCK_MS, Connection
 from broker.connection.counters import DUPLICATE, add_counts
 from broker.connection.keys import REWARD
-from broker.connection.stream_pages import Entry
-from broker.queues.bodies import NO_BODY, read_bodies
-from broker.queues.consumer_group import ConsumerGroup, Delivery, number, split_calls
+from broker.queues.bodies import read_bodies
+from broker.queues.consumer_group import ConsumerGroup, Delivery, Read, number, split_calls
 from broker.queues.dead_letters import LIMIT, letter_bytes
 from broker.queues.tasks import EVAL_BASE
 from schemas.codec import BadMessage, decode, encode
 from schemas.messages import DeadLetter, Score, Trajectory, UncheckedTrajectory
 
 
-class ScoreQueue(ConsumerGroup):
+class ScoreQueue(ConsumerGroup[Trajectory]):
     """Trajectories for one reward service."""
 
-    renewal = "renew_trajectories"
+    renewal, workers = "renew_trajectories", "reward services"
 
     def __init__(self, connection: Connection, consumer: str, max_deliveries: int, max_bytes: int) -> None:
         super().__init__(connection, [connection.keys.trajectories], REWARD, consumer, max_deliveries, max_bytes)
@@ -30,10 +29,6 @@ class ScoreQueue(ConsumerGroup):
     def read(self, count: int, block_ms: int = BLOCK_MS) -> list[Delivery[Trajectory]]:
         """Read up to ``count`` trajectories; [] after ``block_ms`` without any."""
         return self._decode(self._read(count, block_ms))
-
-    def claim_stale(self, lease_s: float, count: int) -> list[Delivery[Trajectory]]:
-        """Claim trajectories of reward services that were silent for longer than their lease."""
-        return self._decode(self._claim_stale(lease_s, count))
 
     def publish(self, results: Sequence[tuple[Delivery[Trajectory], Score]]) -> list[str]:
         """Publish scores; a failed one excludes its sample and leaves a dead letter, never a reward of 0."""
@@ -85,48 +80,38 @@ class ScoreQueue(ConsumerGroup):
         )
         return letter_bytes(letter, self._max_bytes)
 
-    def _decode(self, entries: list[tuple[str, Entry, int]]) -> list[Delivery[Trajectory]]:
-        deliveries: list[Delivery[Trajectory]] = []
-        bodies = read_bodies(self._connection, [fields.get(b"b", b"") for _, (_, fields), _ in entries])
-        for (stream, (entry_id, fields), times), body in zip(entries, bodies, strict=True):
-            if not fields:
-                self._release(stream, entry_id)
-                continue
-            task_id, sample = number(fields.get(b"t")), number(fields.get(b"s"))
-            try:
-                deliveries.append(Delivery(entry_id, stream, self._checked(body, abs(times), task_id, sample)))
-                continue
-            except BadMessage as error:
-                reason = str(error)
-            letter = DeadLetter(
-                source="trajectories",
-                reason=reason,
-                deliveries=abs(times),
-                payload=fields.get(b"b", b"") if body is None else body,
-                task_id=task_id,
-                sample=sample,
-            )
-            filed = letter_bytes(letter, self._max_bytes)
-            if body is None and task_id < EVAL_BASE:
-                # Filed unless its group has ended, or the broker has lost data, which the trainer finds out.
-                named = f"{task_id}:{sample}" if task_id >= 0 and sample >= 0 else ""
-                self._connection.run_script("dead_letter", entry_id, filed, named)
-            else:
-                # No trainer looks for lost samples of an evaluation, which would never complete.
-                failed = encode(Score(status="error", reason=reason))
-                self._connection.run_script("publish_scores", entry_id, task_id, sample, failed, "", filed)
-            self._release(stream, entry_id)
-        return deliveries
+    def _read_bodies(self, entries: list[dict[bytes, bytes]]) -> list[bytes | None]:
+        return read_bodies(self._connection, [fields.get(b"b", b"") for fields in entries])
 
-    def _checked(self, body: bytes | None, times: int, task_id: int, sample: int) -> Trajectory:
-        if body is None:
-            raise BadMessage(NO_BODY)
-        if times > self._max_deliveries:
-            raise BadMessage(f"delivered {times} times, its reward services died or stalled each time")
+    def _deliver(self, read: Read, body: bytes) -> Delivery[Trajectory]:
+        stream, (entry, fields), _ = read
+        task_id, sample = number(fields.get(b"t")), number(fields.get(b"s"))
         trajectory = decode(body, UncheckedTrajectory, self._max_bytes)
         if (trajectory.task_id, trajectory.sample) != (task_id, sample):
             raise BadMessage(f"is sample {trajectory.task_id}:{trajectory.sample}, its entry says {task_id}:{sample}")
-        return trajectory
+        return Delivery(entry, stream, trajectory)
+
+    def _refuse(self, read: Read, body: bytes | None, reason: str) -> None:
+        _, (entry, fields), times = read
+        task_id, sample = number(fields.get(b"t")), number(fields.get(b"s"))
+        payload = fields.get(b"b", b"") if body is None else body
+        letter = DeadLetter(
+            source="trajectories",
+            reason=reason,
+            deliveries=abs(times),
+            payload=payload,
+            task_id=task_id,
+            sample=sample,
+        )
+        filed = letter_bytes(letter, self._max_bytes)
+        if body is None and task_id < EVAL_BASE:
+            # Filed unless its group has ended, or the broker has lost data, which the trainer finds out.
+            named = f"{task_id}:{sample}" if task_id >= 0 and sample >= 0 else ""
+            self._connection.run_script("dead_letter", entry, filed, named)
+        else:
+            # No trainer looks for lost samples of an evaluation, which would never complete.
+            failed = encode(Score(status="error", reason=reason))
+            self._connection.run_script("publish_scores", entry, task_id, sample, failed, "", filed)
 
 
 def outcomes_in(fields: Mapping[bytes, bytes]) -> list[tuple[int, bytes, bytes]]:

@@ -7,6 +7,8 @@ task tells which weight version it is for.
 import itertools
 import secrets
 from collections.abc import Mapping, Sequence
+from itertools import groupby
+from operator import itemgetter
 
 import msgspec
 import structlog
@@ -15,9 +17,8 @@ from broker.connection.connection import BLOCK_MS, Connection
 from broker.connection.counters import CLOSED, DUPLICATE, add_counts
 from broker.connection.keys import GENERATORS
 from broker.connection.scripts import OTHER_RUN
-from broker.connection.stream_pages import Entry
-from broker.queues.bodies import NO_BODY, read_bodies
-from broker.queues.consumer_group import AT_ONCE, ConsumerGroup, Delivery, number, split_calls
+from broker.queues.bodies import read_bodies
+from broker.queues.consumer_group import ConsumerGroup, Delivery, Read, number, parcels, split_calls
 from broker.queues.dead_letters import letter_bytes
 from schemas.codec import BadMessage, decode, encode
 from schemas.errors import printable
@@ -56,10 +57,10 @@ class TakenEvaluations(msgspec.Struct, frozen=True, gc=False):
     taken: list[Delivery[Task]]
 
 
-class TaskQueue(ConsumerGroup):
+class TaskQueue(ConsumerGroup[Task]):
     """Tasks for one generator."""
 
-    renewal = "renew_tasks"
+    renewal, workers = "renew_tasks", "generators"
 
     def __init__(
         self, connection: Connection, consumer: str, max_deliveries: int, max_bytes: int, run: JoinedRun | None = None
@@ -90,10 +91,6 @@ class TaskQueue(ConsumerGroup):
             int(pending), bool(opened), self._decode([(stream, entry, 1) for stream, entry in taken])
         )
 
-    def claim_stale(self, lease_s: float, count: int) -> list[Delivery[Task]]:
-        """Claim tasks of generators that were silent for longer than their lease."""
-        return self._decode(self._claim_stale(lease_s, count))
-
     def find_missing(self, task: Task) -> list[int]:
         """List the indices of the task's samples that are not published yet."""
         fields = [f"{task.task_id}:{sample}" for sample in range(task.n)]
@@ -112,8 +109,7 @@ class TaskQueue(ConsumerGroup):
     def publish_all(self, results: Sequence[tuple[int, Sequence[Trajectory]]]) -> list[list[str]]:
         """Publish samples of several tasks in one round trip."""
         refused: set[tuple[int, int]] = set()
-        parcel = _Parcel(self._run.id)
-        parcels = [parcel]
+        samples: list[tuple[int, str, int, int, str, str, bytes]] = []
         for task_id, trajectories in results:
             off = [item.sample for item in trajectories if off_version(item)]
             off_text = f",{','.join(map(str, off))}," if off else ""
@@ -124,17 +120,17 @@ class TaskQueue(ConsumerGroup):
                     self.fail_sample(task_id, trajectory.sample, str(error))
                     refused.add((task_id, trajectory.sample))
                     continue
-                if not parcel.has_room(len(body)):
-                    parcel = _Parcel(self._run.id)
-                    parcels.append(parcel)
-                tokens = trajectory.sampled_tokens
+                tokens, name = trajectory.sampled_tokens, next(self._body_names)
                 images = ",".join({str(image.digest): None for image in trajectory.images}) if trajectory.images else ""
-                parcel.add(task_id, off_text, trajectory.sample, tokens, next(self._body_names), images, body)
-        answers = self._connection.run_script_with_fields(
-            "publish_samples",
-            self._keys.bodies,
-            [(parcel.bodies, parcel.arguments()) for parcel in parcels if parcel.samples],
-        )
+                samples.append((task_id, off_text, trajectory.sample, tokens, name, images, body))
+        calls = []
+        for parcel in parcels(samples, PARCEL_BYTES):
+            arguments: list[str | int] = [self._run.id]
+            for (of_task, off_text), group in groupby(parcel, itemgetter(0, 1)):
+                parts = [part for sample in group for part in sample[2:6]]
+                arguments += (of_task, off_text, len(parts) // 4, *parts)
+            calls.append(([part for *_, name, _, body in parcel for part in (name, body)], arguments))
+        answers = self._connection.run_script_with_fields("publish_samples", self._keys.bodies, calls)
         said = [word.decode() for words in answers for word in words]
         if OTHER_RUN.decode() in said:
             raise self._run.replaced()
@@ -211,74 +207,29 @@ class TaskQueue(ConsumerGroup):
         """Stop renewing the lease of a task that this worker has finished."""
         self._release(delivery.stream, delivery.entry_id)
 
-    def _decode(self, entries: list[tuple[str, Entry, int]]) -> list[Delivery[Task]]:
-        deliveries = []
+    def _read_bodies(self, entries: list[dict[bytes, bytes]]) -> list[bytes | None]:
         # Bodies of evaluation tasks were sent before their entries, which name them by task id.
-        separate = [fields.get(b"t", b"") for _, (_, fields), _ in entries if fields and b"b" not in fields]
+        separate = [fields.get(b"t", b"") for fields in entries if fields and b"b" not in fields]
         bodies = dict(zip(separate, read_bodies(self._connection, separate), strict=True))
-        for stream, (entry_id, fields), times in entries:
-            if not fields:
-                self._release(stream, entry_id)
-                continue
-            body = fields.get(b"b") or bodies.get(fields.get(b"t", b""))
-            try:
-                if body is None:
-                    raise BadMessage(NO_BODY)
-                if abs(times) > self._max_deliveries:
-                    raise BadMessage(f"delivered {abs(times)} times, its generators died or stalled each time")
-                task = decode(body, Task, self._max_bytes)
-                version = number(fields.get(b"v"))
-                if version < 0:
-                    raise BadMessage(f"its weight version {fields.get(b'v')!r} must be a number of 0 or more")
-            except BadMessage as error:
-                self._fail_task(stream, entry_id, fields, body, times, str(error))
-                continue
-            again = times != 1 or b"r" in fields
-            fruitless = max(0, number(fields.get(b"r")))
-            deliveries.append(Delivery(entry_id, stream, task, version, again, abs(times) - 1, fruitless))
-        return deliveries
+        return [fields.get(b"b") or bodies.get(fields.get(b"t", b"")) for fields in entries]
 
-    def _fail_task(
-        self, stream: str, entry_id: bytes, fields: dict[bytes, bytes], body: bytes | None, times: int, reason: str
-    ) -> None:
+    def _deliver(self, read: Read, body: bytes) -> Delivery[Task]:
+        stream, (entry, fields), times = read
+        task = decode(body, Task, self._max_bytes)
+        version = number(fields.get(b"v"))
+        if version < 0:
+            raise BadMessage(f"its weight version {fields.get(b'v')!r} must be a number of 0 or more")
+        again = times != 1 or b"r" in fields
+        return Delivery(entry, stream, task, version, again, abs(times) - 1, max(0, number(fields.get(b"r"))))
+
+    def _refuse(self, read: Read, body: bytes | None, reason: str) -> None:
+        stream, (entry, fields), times = read
         task_id = number(fields.get(b"t"))
         letter = DeadLetter(source="tasks", reason=reason, deliveries=abs(times), payload=body or b"", task_id=task_id)
-        task = "" if task_id < 0 else task_id
+        filed = letter_bytes(letter, self._max_bytes)
         self._connection.run_script(
-            "fail_task", stream.rpartition(":")[2], entry_id, task, letter_bytes(letter, self._max_bytes)
+            "fail_task", stream.rpartition(":")[2], entry, "" if task_id < 0 else task_id, filed
         )
-        self._release(stream, entry_id)
-
-
-class _Parcel:
-    """Samples for one call of publish_samples, task by task, with their bodies by name."""
-
-    def __init__(self, run: str) -> None:
-        self.bodies: list[str | bytes] = []
-        self.samples = 0
-        self._run = run
-        self._bytes = 0
-        self._tasks: list[tuple[int, str, list[str | int]]] = []
-
-    def has_room(self, size: int) -> bool:
-        return not self.samples or (self.samples < AT_ONCE and self._bytes + size <= PARCEL_BYTES)
-
-    def add(
-        self, task_id: int, off_version: str, sample: int, tokens: int, name: str, images: str, body: bytes
-    ) -> None:
-        """Add a sample. off_version: samples of its task with tokens of another version. images: digests."""
-        if not self._tasks or self._tasks[-1][0] != task_id:
-            self._tasks.append((task_id, off_version, []))
-        self._tasks[-1][2].extend((sample, tokens, name, images))
-        self.bodies += (name, body)
-        self.samples += 1
-        self._bytes += len(body)
-
-    def arguments(self) -> list[str | int]:
-        arguments: list[str | int] = [self._run]
-        for task_id, off, samples in self._tasks:
-            arguments += (task_id, off, len(samples) // 4, *samples)
-        return arguments
 
 
 def off_version(trajectory: Trajectory) -> bool:

@@ -17,19 +17,13 @@ end
 if redis.call('HSETNX', EVALS, version .. ':n', 0) == 0 then return 0 end
 -- The oldest are deleted once they are complete; samples of those under way are still to come.
 local function forget_old(kept)
-  local of_version, versions = {}, {}
-  for _, name in ipairs(redis.call('HKEYS', EVALS)) do
-    local number, rest = string.match(name, '^(%d+):(.*)$')
-    if number then
-      of_version[number] = of_version[number] or {}
-      table.insert(of_version[number], name)
-      if rest == 'n' then versions[#versions + 1] = number end
-    end
+  local of_version, versions = eval_fields(), {}
+  for number in pairs(of_version) do
+    if redis.call('HEXISTS', EVALS, number .. ':n') == 1 then versions[#versions + 1] = number end
   end
   table.sort(versions, function(a, b) return tonumber(a) < tonumber(b) end)
   for k = 1, #versions - kept do
-    local v = redis.call('HMGET', EVALS, versions[k] .. ':n', versions[k] .. ':scored', versions[k] .. ':failed')
-    if tonumber(v[2] or 0) + tonumber(v[3] or 0) >= tonumber(v[1]) then delete_fields(EVALS, of_version[versions[k]]) end
+    if eval_complete(versions[k]) then delete_fields(EVALS, of_version[versions[k]]) end
   end
 end
 -- Each has at least five fields.

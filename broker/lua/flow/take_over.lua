@@ -101,18 +101,8 @@ if rebuild then
     end
   end
   -- An evaluation under way is opened again, as is one with outcomes but without its number of samples.
-  local of_version = {}
-  for _, field in ipairs(redis.call('HKEYS', EVALS)) do
-    local version = string.match(field, '^(%d+):')
-    if version then
-      of_version[version] = of_version[version] or {}
-      table.insert(of_version[version], field)
-    end
-  end
-  for version, fields in pairs(of_version) do
-    local v = redis.call('HMGET', EVALS, version .. ':n', version .. ':scored', version .. ':failed')
-    local ended = tonumber(v[2] or 0) + tonumber(v[3] or 0)
-    if not v[1] or ended < tonumber(v[1]) then delete_fields(EVALS, fields) end
+  for version, fields in pairs(eval_fields()) do
+    if not eval_complete(version) then delete_fields(EVALS, fields) end
   end
   redis.call('HSET', CTL, 'step', string.format('%d', own.step), 'cursor', string.format('%d', own.cursor))
 end

@@ -165,7 +165,8 @@ def test_complete_evaluations_outlive_a_wiped_broker(broker: Broker) -> None:
     wipe(broker)
     take_over_as(broker, saved)
     first, second = broker.evals.read_results()
-    assert first == EvalResult(0, 4, 3, 1, pytest.approx(0.3), 1.7e9 + 0.25, 2, pytest.approx(12 + 1 / 3))
+    approx = pytest.approx
+    assert first == EvalResult(4, 3, 1, approx(0.3), approx(12 + 1 / 3), version=0, time=1.7e9 + 0.25, off_version=2)
     assert (second.version, second.scored, second.mean, second.length) == (4, 0, 0.0, None)
     assert not broker.evals.open(0, [make_task(eval_task_id(0, 0), kind="eval")]), "it is not made again"
 

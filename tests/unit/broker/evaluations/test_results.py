@@ -4,7 +4,7 @@ from itertools import combinations
 
 import pytest
 
-from broker.evaluations.results import DatasetResult, EvalResult, pass_at
+from broker.evaluations.results import DatasetResult, parse_results, pass_at
 
 
 @pytest.mark.parametrize("n", [1, 2, 5, 7])
@@ -35,10 +35,12 @@ def test_an_evaluation_without_a_scored_sample_has_no_figures() -> None:
 
 
 def test_the_accuracy_of_several_datasets_is_over_all_their_samples() -> None:
-    datasets = {"a": DatasetResult(4, prompts={(4, 1): 1}), "b": DatasetResult(12, prompts={(4, 1): 2, (4, 4): 1})}
-    result = EvalResult(0, 16, 16, 0, 0.9, 1.0, datasets=datasets)
-    assert result.accuracy == pytest.approx(7 / 16)
-    assert EvalResult(0, 2, 0, 2, 0.0, 0.0).accuracy is None
+    counts = {b"0:n": b"16", b"0:a:n": b"4", b"0:b:n": b"12", b"1:n": b"2", b"1:failed": b"2"}
+    counts |= {b"0:a:prompts:4:1": b"1", b"0:b:prompts:4:1": b"2", b"0:b:prompts:4:4": b"1"}
+    both, neither = parse_results(counts)
+    assert both.datasets["b"] == DatasetResult(12, prompts={(4, 1): 2, (4, 4): 1})
+    assert both.accuracy == pytest.approx(7 / 16)
+    assert neither.accuracy is None
 
 
 def test_rewards_that_are_neither_right_nor_wrong_have_no_accuracy_and_no_pass_at_k() -> None:
