@@ -30,8 +30,8 @@ LEVEL = 1
 
 _BLOCK = struct.Struct("<QIBIII")
 """First byte, elements, bytes of an element, changed elements, bytes of coded gaps (0: dense), of coded values."""
-_UNSIGNED: dict[int, np.dtype[Any]] = {1: np.dtype("u1"), 2: np.dtype("<u2"), 4: np.dtype("<u4"), 8: np.dtype("<u8")}
-_SIGNED: dict[int, np.dtype[Any]] = {1: np.dtype("i1"), 2: np.dtype("<i2"), 4: np.dtype("<i4"), 8: np.dtype("<i8")}
+_UNSIGNED = {width: np.dtype(f"<u{width}") for width in (1, 2, 4, 8)}
+_SIGNED = {width: np.dtype(f"<i{width}") for width in (1, 2, 4, 8)}
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,6 @@ import numpy as np
 
 from broker.flow.fencing import term_number
 from broker.weights.delta import Extent, write_delta
-from broker.weights.versions import count_deltas
 from schemas.digests import state_digest
 from schemas.messages import Manifest, TensorSpec
 
@@ -33,7 +32,7 @@ class DeltaWriter:
 
     def __init__(self, folder: Path, max_chain: int) -> None:
         self._folder = folder
-        self._max_chain = max_chain
+        self.max_chain = max_chain
         self._rests = 0
         """Number of versions for which no delta is tried, after one that did not pay."""
         self._digest: str | None = None
@@ -43,7 +42,9 @@ class DeltaWriter:
         self, file: Path, tensors: Sequence[TensorSpec], published: Sequence[Manifest], leader_term: str
     ) -> tuple[Path, Manifest] | None:
         """Write the delta from the newest version to ``file``; return path and base, None if it does not pay."""
-        self._settle(term_number(leader_term))
+        if (term := term_number(leader_term)) != self._leader_term:
+            # The files of another leader term are forgotten.
+            self._leader_term, self._digest, self._rests = term, None, 0
         if self._rests:
             self._rests -= 1
             return None
@@ -54,12 +55,8 @@ class DeltaWriter:
         if self._write(file, tensors, out):
             return out, base
         out.unlink(missing_ok=True)
-        self._rests = self._max_chain
+        self._rests = self.max_chain
         return None
-
-    def needs_whole(self, published: Sequence[Manifest]) -> bool:
-        """Return whether the next version must also be published whole, so that the chain stays short."""
-        return count_deltas(published) >= self._max_chain
 
     def keep_base(self, file: Path) -> None:
         """Link ``file`` under a second name, if the next version may be a delta against it."""
@@ -85,11 +82,6 @@ class DeltaWriter:
     def _file(self, name: str) -> Path:
         # A replaced trainer that still runs for a moment must not touch its successor's files.
         return self._folder / f"{name}-t{self._leader_term}"
-
-    def _settle(self, leader_term: int) -> None:
-        """Forget the files of another leader term."""
-        if leader_term != self._leader_term:
-            self._leader_term, self._digest, self._rests = leader_term, None, 0
 
     def _write(self, file: Path, tensors: Sequence[TensorSpec], out: Path) -> bool:
         base = self._file("base")

@@ -12,8 +12,8 @@ import structlog
 
 from broker.weights.delta import apply_delta
 from broker.weights.store import WeightStore
-from broker.weights.versions import HeldState, Route, find_route
-from schemas.digests import chunk_digests, state_digest, verify
+from broker.weights.versions import Route, find_route
+from schemas.digests import chunk_digests, verify
 from schemas.errors import DiskError, InfraError
 from schemas.messages import Manifest
 
@@ -34,7 +34,7 @@ class LocalWeights:
         self._folder = folder
         self._state = folder / "state.safetensors"
         self._links = folder / "shared"
-        self._held: HeldState | None = None
+        self._held: Manifest | None = None
         self._path = self._state
         shutil.rmtree(self._links, ignore_errors=True)
 
@@ -77,7 +77,7 @@ class LocalWeights:
             for manifest in route.deltas:
                 self._apply(manifest)
             verify("the state after its deltas", chunk_digests(self._path), target.state.chunks)
-        self._held = HeldState(target.version, state_digest(target.state.chunks))
+        self._held = target
         self._store.offer(target.state, self._path)
         return self._path
 

@@ -13,7 +13,7 @@ from broker.flow.fencing import run_fenced, term_number
 from broker.weights.delta_writer import DeltaWriter
 from broker.weights.store import MANIFEST_BYTES, WeightStore
 from broker.weights.transports import Transport
-from broker.weights.versions import clear_leftovers, find_route, split
+from broker.weights.versions import clear_leftovers, count_deltas, find_route, split
 from schemas.codec import encode
 from schemas.digests import chunk_digests, state_digest
 from schemas.errors import FencedError
@@ -112,8 +112,9 @@ class WeightPublication:
         whole, delta = True, None
         if self.deltas is not None:
             made = self.deltas.make_delta(file, tensors, published, leader_term)
-            # A version that a new reader can't reach is no base.
-            whole = made is None or self.deltas.needs_whole(published) or not self._reachable(made[1], published)
+            # The chain stays short, and a version that a new reader can't reach is no base.
+            full = count_deltas(published) >= self.deltas.max_chain
+            whole = made is None or full or not self._reachable(made[1], published)
             self.deltas.keep_base(file)
             delta = self._put_delta(*made, version, leader_term) if made else None
         if whole:

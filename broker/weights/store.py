@@ -161,11 +161,10 @@ def serve_to_peers(connection: Connection, weights: WeightStore, name: str, sett
         yield
         return
     node = PeerNode(connection, name, settings.peer)
-    with contextlib.ExitStack() as stack:
-        if settings.transport == "nccl":
-            reader = stack.enter_context(contextlib.closing(NcclReader(connection, node, settings)))
+    nccl = settings.transport == "nccl"
+    reader = NcclReader(connection, node, settings) if nccl else PeerReader(connection, node)
+    with contextlib.closing(reader):
+        if isinstance(reader, NcclReader):
             reader.process.check()
-            weights.serve(reader)
-        else:
-            weights.serve(stack.enter_context(contextlib.closing(PeerReader(connection, node))))
+        weights.serve(reader)
         yield

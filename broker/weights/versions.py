@@ -7,18 +7,11 @@ no version if the trainer died while it wrote the file, or before it published t
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 
 from schemas.digests import state_digest
 from schemas.messages import Manifest, Payload
-
-
-@dataclass(frozen=True)
-class HeldState:
-    """The state that a reader already has."""
-
-    version: int
-    digest: str
 
 
 @dataclass(frozen=True)
@@ -42,8 +35,11 @@ class Route:
         return [manifest.delta.payload for manifest in self.deltas if manifest.delta is not None]
 
 
-def find_route(published: Sequence[Manifest], target: Manifest, held: HeldState | None = None) -> Route | None:
-    """Find the way to ``target`` from ``held``, or without it from the nearest whole version; None if there is none."""
+def find_route(published: Sequence[Manifest], target: Manifest, held: Manifest | None = None) -> Route | None:
+    """Find the way to ``target`` from ``held``, the version whose state the reader has; None if there is none.
+
+    Without ``held``: from the nearest whole version.
+    """
     known = {manifest.version: manifest for manifest in published} | {target.version: target}
     deltas: list[Manifest] = []
     at = target
@@ -51,7 +47,7 @@ def find_route(published: Sequence[Manifest], target: Manifest, held: HeldState 
         if held is None:
             if at.whole:
                 return Route(at, tuple(reversed(deltas)))
-        elif (at.version, state_digest(at.state.chunks)) == (held.version, held.digest):
+        elif (at.version, at.state.chunks) == (held.version, held.state.chunks):
             return Route(None, tuple(reversed(deltas)))
         base = known.get(at.delta.base) if at.delta else None
         if at.delta is None or base is None or base.version >= at.version:
@@ -64,12 +60,7 @@ def find_route(published: Sequence[Manifest], target: Manifest, held: HeldState 
 
 def count_deltas(published: Sequence[Manifest]) -> int:
     """Return how many deltas a new reader applies to reach the newest version."""
-    count = 0
-    for manifest in reversed(published):
-        if manifest.whole:
-            break
-        count += 1
-    return count
+    return sum(1 for _ in takewhile(lambda manifest: not manifest.whole, reversed(published)))
 
 
 def split(published: Sequence[Manifest], keep: int) -> tuple[list[Manifest], list[Manifest]]:

@@ -11,18 +11,8 @@ from pathlib import Path
 
 import structlog
 
-from broker.weights.collective.protocol import (
-    Backends,
-    Done,
-    Failed,
-    Note,
-    NoteReply,
-    NoteRequest,
-    Report,
-    TakePart,
-    reports,
-)
-from broker.weights.collective.roll import Membership, RollCall
+from broker.weights.collective import protocol
+from broker.weights.collective.roll import RollCall
 from broker.weights.peers.wire import receive, send
 from schemas.config.publish import NcclConfig
 from schemas.errors import ConfigError, InfraError
@@ -89,7 +79,7 @@ class BroadcastProcess:
         if stream is not None and self._backends is None:
             try:
                 report = self._hear(stream, wait_s)
-                if not isinstance(report, Backends):
+                if not isinstance(report, protocol.Backends):
                     raise InfraError(f"its first message is {type(report).__name__}")
                 allowed = self._settings.backend
                 self._backends = tuple(one for one in report.backends if allowed in ("auto", one))
@@ -109,7 +99,7 @@ class BroadcastProcess:
                 f"trainer.publish.nccl.backend {backend} can't be used here, {self._problem}; auto uses what can be"
             )
 
-    def take_part(self, membership: Membership, file: Path, size: int, roll: RollCall) -> None:
+    def take_part(self, membership: protocol.Membership, file: Path, size: int, roll: RollCall) -> None:
         """Broadcast ``size`` bytes from the file, as rank 0, or into it, as any other rank.
 
         InfraError if that failed or took too long; then the process is usable again, or is restarted.
@@ -118,16 +108,7 @@ class BroadcastProcess:
         if stream is None or self.closed:
             raise InfraError("this process takes part in no more broadcasts")
         silence_s = self._settings.silence_s
-        order = TakePart(
-            membership.communicator,
-            membership.rank,
-            membership.size,
-            membership.backend,
-            self._host,
-            str(file),
-            size,
-            silence_s,
-        )
+        order = protocol.TakePart(membership, self._host, str(file), size, silence_s)
         self.communicator = 0
         try:
             stream.settimeout(silence_s)
@@ -145,7 +126,7 @@ class BroadcastProcess:
             raise InfraError(f"a broadcast failed: {reason}")
         self.communicator = membership.communicator
 
-    def _follow(self, stream: socket.socket, membership: Membership, size: int, roll: RollCall) -> str:
+    def _follow(self, stream: socket.socket, membership: protocol.Membership, size: int, roll: RollCall) -> str:
         """Relay the ranks' notes until the broadcast is done; return why it failed, "" if it did not."""
         silence_s = self._settings.silence_s
         began = time.monotonic()
@@ -153,19 +134,19 @@ class BroadcastProcess:
         while True:
             # Messages sent while this process was stopped are received at once.
             match self._hear(stream, min(deadline - time.monotonic(), silence_s) + GRACE_S):
-                case Note(key, note):
+                case protocol.Note(key, note):
                     roll.tell(membership.communicator, key, note)
-                case NoteRequest(key):
-                    send(stream, NoteReply(roll.find_note(membership.communicator, key, began + silence_s)))
-                case Failed(reason):
+                case protocol.NoteRequest(key):
+                    send(stream, protocol.NoteReply(roll.find_note(membership.communicator, key, began + silence_s)))
+                case protocol.Failed(reason):
                     return reason
-                case Done():
+                case protocol.Done():
                     return ""
 
-    def _hear(self, stream: socket.socket, patience: float) -> Report:
+    def _hear(self, stream: socket.socket, patience: float) -> protocol.Report:
         # 0 would make the socket non-blocking, with another error.
         stream.settimeout(max(patience, 1e-4))
-        return receive(stream, reports)
+        return receive(stream, protocol.reports)
 
     def _restart(self) -> None:
         """Kill the process without waiting for its end, and start another one."""

@@ -1,21 +1,29 @@
 """Messages between a service and its broadcasting process, in the frames that peers use."""
 
+from dataclasses import dataclass
 from typing import TypeAlias
 
 import msgspec
 
 
-class TakePart(msgspec.Struct, tag="take_part", frozen=True):
-    """Order to be ``rank`` of ``size`` in a broadcast of ``bytes`` bytes, from rank 0's file into those of the others.
-
-    communicator: its number. If it is not held already, it is created between the addresses that the ranks exchange;
-    ``host`` is this rank's. silence_s: how long one piece may take.
-    """
+@dataclass(frozen=True)
+class Membership:
+    """A place on a closed roll: ``rank`` of ``size`` in the communicator of this number. The trainer has rank 0."""
 
     communicator: int
     rank: int
     size: int
     backend: str
+
+
+class TakePart(msgspec.Struct, tag="take_part", frozen=True):
+    """Order to take part in a broadcast of ``bytes`` bytes, from rank 0's file into those of the others.
+
+    If its communicator is not held already, it is created between the addresses that the ranks exchange; ``host`` is
+    this rank's. silence_s: how long one piece may take.
+    """
+
+    membership: Membership
     host: str
     file: str
     bytes: int

@@ -6,24 +6,14 @@ A process that waits for a roll or a note blocks in the broker, which wakes it w
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from broker.connection.connection import BLOCK_MS, Connection, RunData
 from broker.flow.fencing import accepted, run_fenced
+from broker.weights.collective.protocol import Membership
 
 GRACE_S = 1.0
 """How long after its deadline a roll that is still open is abandoned, because its trainer is gone."""
-
-
-@dataclass(frozen=True)
-class Membership:
-    """A place on a closed roll: ``rank`` of ``size`` in the communicator of this number. The trainer has rank 0."""
-
-    communicator: int
-    rank: int
-    size: int
-    backend: str
 
 
 class RollCall(RunData):

@@ -16,18 +16,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
-from broker.weights.collective.protocol import (
-    Backends,
-    Done,
-    Failed,
-    Moving,
-    Note,
-    NoteReply,
-    NoteRequest,
-    TakePart,
-    note_replies,
-    orders,
-)
+from broker.weights.collective import protocol
 from broker.weights.peers.wire import receive, send
 from schemas.errors import InfraError, describe_error
 
@@ -51,13 +40,13 @@ class BrokerStore(Store):
         """Leave a note for the other ranks."""
         note = value.encode() if isinstance(value, str) else value
         self._known[key] = note
-        send(self._service, Note(key, note))
+        send(self._service, protocol.Note(key, note))
 
     def get(self, key: str) -> bytes:
         """Wait for a note of a rank. TimeoutError if it does not come in time."""
         if key not in self._known:
-            send(self._service, NoteRequest(key))
-            reply: NoteReply = receive(self._service, note_replies)
+            send(self._service, protocol.NoteRequest(key))
+            reply = receive(self._service, protocol.note_replies)
             if not reply.note:
                 raise TimeoutError("not all ranks of the roll came")
             self._known[key] = reply.note
@@ -76,10 +65,10 @@ class BrokerStore(Store):
 class Communicator:
     """Connections between the ranks of a roll. The constructor connects them, or raises RuntimeError."""
 
-    def __init__(self, order: TakePart, service: socket.socket) -> None:
-        self.number = order.communicator
-        self._root = order.rank == 0
-        self._device = torch.device("cuda" if order.backend == "nccl" else "cpu")
+    def __init__(self, order: protocol.TakePart, service: socket.socket) -> None:
+        self.number = order.membership.communicator
+        self._root = order.membership.rank == 0
+        self._device = torch.device("cuda" if order.membership.backend == "nccl" else "cpu")
         self._group: Any = _connect(order, BrokerStore(service))
         self._options = dist.BroadcastOptions()
         self._options.rootRank = 0
@@ -98,18 +87,18 @@ class Communicator:
             yield
 
 
-def _connect(order: TakePart, store: BrokerStore) -> object:
-    patience = timedelta(seconds=order.silence_s)
-    if order.backend == "nccl":
+def _connect(order: protocol.TakePart, store: BrokerStore) -> object:
+    patience, place = timedelta(seconds=order.silence_s), order.membership
+    if place.backend == "nccl":
         nccl = dist.ProcessGroupNCCL.Options()
         nccl._timeout = patience
-        return dist.ProcessGroupNCCL(store, order.rank, order.size, nccl)
+        return dist.ProcessGroupNCCL(store, place.rank, place.size, nccl)
     # Its options are not in its type stub.
     gloo: Any = dist.ProcessGroupGloo
     options = gloo._Options()
     options._timeout = patience
     options._devices = [gloo.create_device(hostname=order.host)]
-    return gloo(store, order.rank, order.size, options)
+    return gloo(store, place.rank, place.size, options)
 
 
 class Worker:
@@ -123,30 +112,30 @@ class Worker:
     def run(self) -> int:
         """Follow orders until the service is gone."""
         has_nccl = torch.cuda.is_available() and dist.is_nccl_available()
-        send(self._service, Backends(["nccl", "gloo"] if has_nccl else ["gloo"]))
+        send(self._service, protocol.Backends(["nccl", "gloo"] if has_nccl else ["gloo"]))
         while True:
             try:
-                order = receive(self._service, orders)
+                order = receive(self._service, protocol.orders)
             except (InfraError, OSError):
                 return 0
             try:
                 self._take_part(order)
             except (RuntimeError, ValueError, OSError, TimeoutError) as error:
                 self._communicator = None
-                send(self._service, Failed(describe_error(error)))
-                if order.backend == "nccl":
+                send(self._service, protocol.Failed(describe_error(error)))
+                if order.membership.backend == "nccl":
                     # Only the end of the process frees what a broken communicator left on the device.
                     return 1
             else:
-                send(self._service, Done())
+                send(self._service, protocol.Done())
 
-    def _take_part(self, order: TakePart) -> None:
-        if self._communicator is None or self._communicator.number != order.communicator:
+    def _take_part(self, order: protocol.TakePart) -> None:
+        if self._communicator is None or self._communicator.number != order.membership.communicator:
             self._communicator = None
             self._communicator = Communicator(order, self._service)
         self._say_moving()
         # The memory is mapped from the file, so a receiver writes into it.
-        data = torch.from_file(order.file, shared=order.rank != 0, size=order.bytes, dtype=torch.uint8)
+        data = torch.from_file(order.file, shared=order.membership.rank != 0, size=order.bytes, dtype=torch.uint8)
         for _ in self._communicator.broadcast(data):
             self._say_moving()
 
@@ -154,7 +143,7 @@ class Worker:
         # Not at each piece: the socket would fill up while the service is stopped.
         if time.monotonic() - self._told > MOVING_S:
             self._told = time.monotonic()
-            send(self._service, Moving())
+            send(self._service, protocol.Moving())
 
 
 def main() -> int:

@@ -92,9 +92,10 @@ class StoredPayload:
         if quiet:
             self.file.close()
 
-    def bytes_of(self, first: int, count: int) -> int:
-        """Return the number of bytes of these chunks."""
-        return min((first + count) * CHUNK_BYTES, self.size) - first * CHUNK_BYTES
+
+def bytes_of(size: int, first: int, count: int) -> int:
+    """Return how many bytes of a payload of ``size`` bytes are in these chunks."""
+    return max(0, min((first + count) * CHUNK_BYTES, size) - first * CHUNK_BYTES)
 
 
 class ChunkStore:

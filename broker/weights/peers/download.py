@@ -1,6 +1,5 @@
 """A download from many peers at once: each chunk is compared with its digest, and then served to others."""
 
-import contextlib
 import functools
 import os
 import random
@@ -16,9 +15,9 @@ import numpy.typing as npt
 import structlog
 
 from broker.weights.peers import certificate
-from broker.weights.peers.chunk_store import Chunks, StoredPayload
+from broker.weights.peers.chunk_store import Chunks, StoredPayload, bytes_of
 from broker.weights.peers.registry import Peer, PeerRegistry
-from broker.weights.peers.wire import Get, Have, connect, held, receive, receive_into, send, sent
+from broker.weights.peers.wire import Get, Have, connect, hang_up, held, receive, receive_into, send, sent
 from schemas.digests import CHUNK_BYTES, digest
 from schemas.errors import DiskError, InfraError
 from schemas.messages import Payload
@@ -75,6 +74,8 @@ class Download:
         self._avoided: dict[str, tuple[int, float]] = {}
         """How often each peer failed, and until when it is avoided."""
         self._open: set[socket.socket] = set()
+        self._descriptor = -1
+        self._item: StoredPayload | None = None
         self._over = False
         self._error: BaseException | None = None
         self._why = "no peer has it"
@@ -84,11 +85,9 @@ class Download:
 
         InfraError, with the last reason, if no chunk arrived for STALL_S.
         """
-        descriptor = os.open(self.file, os.O_WRONLY)
-        workers = [
-            threading.Thread(target=self._work, args=(descriptor, item), name="download", daemon=True)
-            for _ in range(min(self.streams, max(1, len(self.payload.chunks))))
-        ]
+        self._descriptor, self._item = os.open(self.file, os.O_WRONLY), item
+        count = min(self.streams, max(1, len(self.payload.chunks)))
+        workers = [threading.Thread(target=self._work, name="download", daemon=True) for _ in range(count)]
         try:
             for worker in workers:
                 worker.start()
@@ -108,12 +107,10 @@ class Download:
                 self._moved.notify_all()
                 for stream in self._open:
                     # A thread that waits for a silent peer need not wait any longer.
-                    with contextlib.suppress(OSError):
-                        # Not ssl's shutdown, which would break a call in another thread.
-                        socket.socket.shutdown(stream, socket.SHUT_RDWR)
+                    hang_up(stream)
             for worker in workers:
                 worker.join()
-            os.close(descriptor)
+            os.close(self._descriptor)
         if self._error is not None:
             raise self._error
 
@@ -121,13 +118,13 @@ class Download:
         """Make ``run`` end soon, with InfraError unless it is complete."""
         self._fail(InfraError(f"{self.payload.uri}: abandoned, because this process ends"))
 
-    def _work(self, descriptor: int, item: StoredPayload | None) -> None:
+    def _work(self) -> None:
         buffer = memoryview(bytearray(CHUNK_BYTES))
         streams: dict[str, socket.socket] = {}
         wait = REFRESH_S
         try:
             while not self._over:
-                gave = [self._draw_from(peer, streams, descriptor, buffer, item) for peer in self._candidates()]
+                gave = [self._draw_from(peer, streams, buffer) for peer in self._candidates()]
                 wait = REFRESH_S if any(gave) else min(2 * wait, MOST_WAIT_S)
                 if not any(gave):
                     with self._moved:
@@ -176,20 +173,13 @@ class Download:
             return False
         return True
 
-    def _draw_from(
-        self,
-        peer: Peer,
-        streams: dict[str, socket.socket],
-        descriptor: int,
-        buffer: memoryview,
-        item: StoredPayload | None,
-    ) -> bool:
+    def _draw_from(self, peer: Peer, streams: dict[str, socket.socket], buffer: memoryview) -> bool:
         """Fetch from a peer while it has missing chunks; return whether it sent any. Connections are reused."""
         gave = False
         try:
             if peer.id not in streams:
                 streams[peer.id] = self._connect(peer)
-            while not self._over and self._draw(peer, streams[peer.id], descriptor, buffer, item):
+            while not self._over and self._draw(peer, streams[peer.id], buffer):
                 gave = True
         except (OSError, InfraError) as error:
             if not self._over:
@@ -212,9 +202,7 @@ class Download:
             self._open.discard(stream)
         stream.close()
 
-    def _draw(
-        self, peer: Peer, stream: socket.socket, descriptor: int, buffer: memoryview, item: StoredPayload | None
-    ) -> bool:
+    def _draw(self, peer: Peer, stream: socket.socket, buffer: memoryview) -> bool:
         """Fetch one range; False if the peer has no missing chunk. OSError or InfraError if the transfer fails."""
         stalled = time.monotonic() - self._progress > PATIENCE_S
         send(stream, Have(self.name, self.reader, stalled))
@@ -229,15 +217,15 @@ class Download:
         try:
             send(stream, Get(self.name, self.reader, stalled, first, count))
             answer = receive(stream, sent)
-            if not 0 <= answer.count <= count or answer.size != self._size(first, answer.count):
+            if not 0 <= answer.count <= count or answer.size != bytes_of(self.payload.size, first, answer.count):
                 raise InfraError(f"it replies with {answer.size} bytes for chunks {first} to {first + count}")
             for chunk in range(first, first + answer.count):
-                view = buffer[: self._size(chunk, 1)]
+                view = buffer[: bytes_of(self.payload.size, chunk, 1)]
                 receive_into(stream, view)
                 if digest(view) != self.payload.chunks[chunk]:
                     log.warning("a peer sent a damaged chunk", peer=peer.id, uri=self.payload.uri, chunk=chunk)
                     raise InfraError(f"chunk {chunk} is damaged")
-                self._store(chunk, view, descriptor, item)
+                self._store(chunk, view)
                 done = chunk + 1
             return bool(answer.count)
         finally:
@@ -258,27 +246,24 @@ class Download:
             self._asked[first : first + count] = now
             return first, count
 
-    def _store(self, chunk: int, view: memoryview, descriptor: int, item: StoredPayload | None) -> None:
+    def _store(self, chunk: int, view: memoryview) -> None:
         written = 0
         try:
             while written < len(view):
-                written += os.pwrite(descriptor, view[written:], chunk * CHUNK_BYTES + written)
+                written += os.pwrite(self._descriptor, view[written:], chunk * CHUNK_BYTES + written)
         except OSError as error:
             # This is not the peer's fault.
             failure = DiskError(f"{self.payload.uri} cannot be written to {self.file}: {error}")
             self._fail(failure)
             raise failure from error
-        if item is not None:
-            item.add(chunk)
+        if self._item is not None:
+            self._item.add(chunk)
         with self._moved:
             self._missing[chunk] = False
             self._progress = time.monotonic()
             if not self._missing.any():
                 self._over = True
                 self._moved.notify_all()
-
-    def _size(self, first: int, count: int) -> int:
-        return max(0, min((first + count) * CHUNK_BYTES, self.payload.size) - first * CHUNK_BYTES)
 
     def _avoid(self, peer: Peer, why: str) -> None:
         with self._lock:

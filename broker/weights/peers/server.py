@@ -11,8 +11,9 @@ from collections.abc import Callable
 import numpy as np
 import structlog
 
-from broker.weights.peers.chunk_store import ChunkStore, StoredPayload
-from broker.weights.peers.wire import SILENCE_S, Get, Have, Held, PeerError, Sent, admit, questions, receive, send
+from broker.weights.peers import wire
+from broker.weights.peers.chunk_store import ChunkStore, StoredPayload, bytes_of
+from broker.weights.peers.wire import SILENCE_S, Get, Have, Held, PeerError, Sent, questions, receive, send
 from schemas.digests import CHUNK_BYTES
 from schemas.errors import ConfigError
 
@@ -77,9 +78,7 @@ class PeerServer:
             streams = list(self._streams)
         for stream in streams:
             # Its thread closes it.
-            with contextlib.suppress(OSError):
-                # Not ssl's shutdown, which would break a call in another thread.
-                socket.socket.shutdown(stream, socket.SHUT_RDWR)
+            wire.hang_up(stream)
         if self._thread.ident is not None:
             self._thread.join(2 * _LOOK_S)
 
@@ -136,7 +135,7 @@ class PeerServer:
         try:
             if not (key := self._key()):
                 raise PeerError("the run's key is not known yet")
-            admit(stream, key)
+            wire.admit(stream, key)
         except PeerError as error:
             log.warning("a connection for weights was refused", error=str(error))
             raise
@@ -155,7 +154,7 @@ class PeerServer:
             return
         arrived = False
         try:
-            send(stream, Sent(taken, item.bytes_of(question.first, taken)))
+            send(stream, Sent(taken, bytes_of(item.size, question.first, taken)))
             self._send_chunks(stream, item, question.first, taken)
             arrived = True
         finally:
@@ -165,7 +164,7 @@ class PeerServer:
         for chunk in range(first, first + count):
             if item.closed:
                 raise PeerError("the payload is no longer served")
-            size = item.bytes_of(chunk, 1)
+            size = bytes_of(item.size, chunk, 1)
             if isinstance(stream, ssl.SSLSocket):
                 # The system's file copy can't encrypt.
                 data = os.pread(item.file.fileno(), size, chunk * CHUNK_BYTES)

@@ -1,10 +1,10 @@
 """The peers' protocol over TCP: a handshake by the run's key, then requests and replies.
 
 A frame is its length, 4 bytes big-endian, and a MessagePack map. The bytes of chunks follow their reply unframed.
-Nothing is signed: readers compare chunks with digests from the broker. If the broker has TLS, so does this protocol
-(certificate.py).
+Nothing is signed: readers compare chunks with digests from the broker. TLS is as the broker's (certificate.py).
 """
 
+import contextlib
 import hmac
 import secrets
 import socket
@@ -58,7 +58,6 @@ class Sent(msgspec.Struct, tag="sent", frozen=True):
     size: int
 
 
-Question = Have | Get
 T = TypeVar("T")
 _encoder = msgspec.msgpack.Encoder()
 questions: msgspec.msgpack.Decoder[Have | Get] = msgspec.msgpack.Decoder(Have | Get)
@@ -134,6 +133,13 @@ def admit(stream: socket.socket, key: bytes) -> None:
     if not hmac.compare_digest(proof, _proof(key, b"reader", ours, theirs)):
         raise PeerError("it does not know the run's key")
     stream.sendall(_proof(key, b"server", theirs, ours))
+
+
+def hang_up(stream: socket.socket) -> None:
+    """End a connection, also for another thread that waits for the peer."""
+    with contextlib.suppress(OSError):
+        # Not ssl's shutdown, which would break a call in another thread.
+        socket.socket.shutdown(stream, socket.SHUT_RDWR)
 
 
 def _proof(key: bytes, side: bytes, challenge: Any, own: Any) -> bytes:

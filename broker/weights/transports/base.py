@@ -16,11 +16,9 @@ class Receiver(Protocol):
 
     def holds(self, payloads: Sequence[Payload]) -> bool:
         """Return whether all bytes of these payloads are there."""
-        ...
 
     def fetch(self, payload: Payload, folder: Path) -> Path:
         """Return a verified local file, in ``folder`` unless it is shared; InfraError if bytes are damaged or gone."""
-        ...
 
 
 class Transport(Receiver, Protocol):
@@ -28,11 +26,9 @@ class Transport(Receiver, Protocol):
 
     def uri(self, version: int, leader_term: str, form: Form = "whole") -> str:
         """Return the URI under which a version's bytes are, or would be."""
-        ...
 
     def put(self, file: Path, uri: str, leader_term: str) -> None:
         """Make ``file`` readable under ``uri``, and consume it."""
-        ...
 
     def spreading(self, payload: Payload, leader_term: str) -> AbstractContextManager[None]:
         """Return a context for the announcement of ``payload``, in which the transport may push it to readers.
@@ -43,11 +39,9 @@ class Transport(Receiver, Protocol):
 
     def check(self, payload: Payload) -> None:
         """Compare each chunk with its digest; InfraError if one is damaged or gone."""
-        ...
 
     def trim(self, old: Sequence[Manifest], kept: Sequence[Manifest]) -> None:
         """Free the ``old`` versions, and bytes that no version of ``kept`` (oldest first) names."""
-        ...
 
     def close(self) -> None:
         """Stop serving readers, if any are served; nothing is put afterwards."""

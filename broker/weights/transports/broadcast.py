@@ -5,7 +5,6 @@ So a generator that is late, or whose broadcast fails, has the version a little 
 are received into a separate file, and loaded after they were compared with the manifest's digests.
 """
 
-import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,11 +18,11 @@ from broker.weights.collective.roll import RollCall
 from broker.weights.peers.certificate import has_tls
 from broker.weights.peers.node import PeerNode, sign_off
 from broker.weights.peers.registry import find_host
-from broker.weights.transports.file import make_room
+from broker.weights.transports.file import filling
 from broker.weights.transports.peer import PeerOrigin, PeerReader, payload_name
 from schemas.config.publish import PublishConfig
 from schemas.digests import chunk_digests, verify
-from schemas.errors import DiskError, InfraError
+from schemas.errors import InfraError
 from schemas.messages import Payload
 
 MOST_FAILURES = 3
@@ -123,16 +122,10 @@ class NcclReader(PeerReader):
         membership = self._roll.answer(name, process.communicator, process.backends(), lambda: process.closed)
         if membership is None:
             return None
-        target, aside = make_room(payload, folder)
-        try:
+        with filling(payload, folder) as (target, aside):
             process.take_part(membership, aside, payload.size, self._roll)
             verify(payload.uri, chunk_digests(aside), payload.chunks)
-            os.replace(aside, target)
-            self._serving.put(name, target, payload.size, at_once=False)
-        except OSError as error:
-            raise DiskError(f"{payload.uri} cannot be written to {target}: {error}") from error
-        finally:
-            aside.unlink(missing_ok=True)
+        self._serving.put(name, target, payload.size, at_once=False)
         self.forget_older(name)
         self.received += 1
         return target

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from broker.flow.fencing import term_number
@@ -61,8 +62,9 @@ def payloads_of(manifests: Sequence[Manifest]) -> Iterator[Payload]:
             yield manifest.delta.payload
 
 
-def make_room(payload: Payload, folder: Path) -> tuple[Path, Path]:
-    """Return the path for a payload in ``folder``, and an empty file of its size to fill first."""
+@contextmanager
+def filling(payload: Payload, folder: Path) -> Iterator[tuple[Path, Path]]:
+    """Yield the path for a payload in ``folder``, and an empty file of its size to fill, which takes that path then."""
     # One name for all versions, so that the next reader replaces what a killed one left.
     target = folder / ("delta" if payload.uri.endswith("delta") else "whole")
     aside = target.with_suffix(".part")
@@ -71,6 +73,9 @@ def make_room(payload: Payload, folder: Path) -> tuple[Path, Path]:
         aside.unlink(missing_ok=True)
         with aside.open("wb") as stream:
             stream.truncate(payload.size)
+        yield target, aside
+        os.replace(aside, target)
     except OSError as error:
         raise DiskError(f"{payload.uri} cannot be written to {target}: {error}") from error
-    return target, aside
+    finally:
+        aside.unlink(missing_ok=True)

@@ -1,6 +1,5 @@
 """Weights from peers: the trainer serves its files, and each generator serves what it has fetched."""
 
-import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,9 +9,9 @@ from broker.weights.peers.download import Download
 from broker.weights.peers.node import PeerNode
 from broker.weights.peers.registry import PeerRegistry
 from broker.weights.transports.base import Form
-from broker.weights.transports.file import FileTransport, make_room, payloads_of, version_file
+from broker.weights.transports.file import FileTransport, filling, payloads_of, version_file
 from schemas.config.publish import PeerConfig
-from schemas.errors import DiskError, InfraError
+from schemas.errors import InfraError
 from schemas.messages import Manifest, Payload
 
 KEPT_DELTAS = 2
@@ -74,21 +73,18 @@ class PeerReader:
 
     def fetch(self, payload: Payload, folder: Path) -> Path:
         name = payload_name(payload.uri)
-        target, aside = make_room(payload, folder)
-        item = self._node.begin(name, aside, payload.size) if self._node is not None else None
         reader, streams = (self._node.id, self._node.streams) if self._node is not None else ("reader", 1)
         try:
-            self._download = Download(payload, name, aside, self._registry, reader, streams)
-            if self._closed:
-                # close() was called before it could see this download.
-                self._download.abandon()
-            self._download.run(item)
-            os.replace(aside, target)
-        except BaseException as error:
+            with filling(payload, folder) as (target, aside):
+                item = self._node.begin(name, aside, payload.size) if self._node is not None else None
+                self._download = Download(payload, name, aside, self._registry, reader, streams)
+                if self._closed:
+                    # close() was called before it could see this download.
+                    self._download.abandon()
+                self._download.run(item)
+        except BaseException:
             if self._node is not None:
                 self._node.remove(name)
-            if isinstance(error, OSError):
-                raise DiskError(f"{payload.uri} cannot be written to {target}: {error}") from error
             raise
         self.forget_older(name)
         return target

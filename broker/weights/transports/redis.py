@@ -1,6 +1,5 @@
 """Weights through the broker in chunks of 1 MB: for small models, deltas, and machines without a shared folder."""
 
-import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -8,9 +7,9 @@ from broker.connection.connection import RunData
 from broker.flow.fencing import run_fenced
 from broker.queues.consumer_group import number
 from broker.weights.transports.base import Form, Transport
-from broker.weights.transports.file import make_room
+from broker.weights.transports.file import filling
 from schemas.digests import chunks, digest
-from schemas.errors import DiskError, InfraError
+from schemas.errors import InfraError
 from schemas.messages import Manifest, Payload
 
 
@@ -27,13 +26,8 @@ class RedisTransport(RunData, Transport):
         file.unlink()
 
     def fetch(self, payload: Payload, folder: Path) -> Path:
-        target, aside = make_room(payload, folder)
-        try:
-            with aside.open("r+b") as stream:
-                stream.writelines(self._read(payload))
-            os.replace(aside, target)
-        except OSError as error:
-            raise DiskError(f"{payload.uri} cannot be written to {target}: {error}") from error
+        with filling(payload, folder) as (target, aside), aside.open("r+b") as stream:
+            stream.writelines(self._read(payload))
         return target
 
     def check(self, payload: Payload) -> None:

@@ -8,11 +8,12 @@ import numpy.typing as npt
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
 from broker.weights import delta
 from broker.weights.delta import Extent, _expand, apply_delta, write_delta
-from broker.weights.peers.chunk_store import RIVAL_S, ChunkStore, StoredPayload
-from broker.weights.versions import HeldState, count_deltas, find_route, split
+from broker.weights.peers.chunk_store import RIVAL_S, ChunkStore, StoredPayload, bytes_of
+from broker.weights.versions import count_deltas, find_route, split
 from schemas.digests import CHUNK_BYTES, state_digest
 from schemas.errors import InfraError
 from schemas.messages import Delta, Manifest, Payload
@@ -186,7 +187,7 @@ def test_what_is_not_there_yet_is_not_given(file: Path) -> None:
     half.add(2)
     assert offered(half, "a") == [1, 2]
     assert [half.take(0, 4, "a", False, 0.0), half.take(1, 4, "a", False, 0.0)] == [0, 2]
-    assert (half.bytes_of(1, 2), half.bytes_of(2, 2)) == (2 * CHUNK_BYTES, CHUNK_BYTES + 5)
+    assert (bytes_of(half.size, 1, 2), bytes_of(half.size, 2, 2)) == (2 * CHUNK_BYTES, CHUNK_BYTES + 5)
 
 
 def test_readers_of_the_trainer_get_different_parts_first_and_none_more_often_than_uplinks(file: Path) -> None:
@@ -249,10 +250,6 @@ def manifest(version: int, base: int | None = None, *, whole: bool = False, base
     )
 
 
-def held(version: int) -> HeldState:
-    return HeldState(version, state_digest([f"state {version}"]))
-
-
 CHAIN = [manifest(1), manifest(2, 1), manifest(4, 2), manifest(5, 4, whole=True), manifest(6, 5)]
 
 
@@ -270,13 +267,14 @@ def test_a_newcomer_starts_at_the_nearest_whole_version() -> None:
 
 
 def test_who_holds_an_earlier_version_needs_the_deltas_after_it_alone_past_whole_versions_too() -> None:
-    route = find_route(CHAIN, CHAIN[-1], held(2))
+    route = find_route(CHAIN, CHAIN[-1], manifest(2))
     assert route is not None
     assert (route.start, versions(route.deltas), route.size) == (None, [4, 5, 6], 3)
 
 
 def test_a_copy_of_the_same_number_and_other_bits_is_of_no_use() -> None:
-    assert find_route(CHAIN, CHAIN[-1], HeldState(5, state_digest(["state of another trainer"]))) is None
+    other = structs.replace(CHAIN[3], state=Payload("redis:5", 100, ["state of another trainer"]))
+    assert find_route(CHAIN, CHAIN[-1], other) is None
 
 
 def test_a_version_whose_base_is_gone_or_was_replaced_has_no_way() -> None:
