@@ -110,11 +110,8 @@ class Broker:
 
     def measure_memory(self) -> int:
         """Return the bytes that the run occupies in the broker."""
-
-        def measure(client: redis.Redis) -> int:
-            return sum(memory_of(client, key) for key in self.connection.keys.all())
-
-        return self.connection.run("measuring the run", measure)
+        keys = self.connection.keys.all()
+        return self.connection.run("measuring the run", lambda client: sum(memory_of(client, key) for key in keys))
 
     def purge(self) -> int:
         """Delete every key of the run; return how many there were."""

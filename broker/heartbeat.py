@@ -20,7 +20,8 @@ from broker.device_clock import DeviceClock
 from broker.flow.owner import Owner
 from broker.health import ProbeServer, Pulse
 from broker.process_meter import ProcessMeter
-from broker.telemetry.heartbeats import COUNTED, SENT, parse_heartbeat
+from broker.telemetry.heartbeats import COUNTED, SENT
+from schemas.codec import try_decode
 from schemas.config import ProbesConfig
 from schemas.errors import ConfigError, InfraError, TidemillError
 from schemas.messages import Heartbeat
@@ -43,7 +44,7 @@ def check_name(broker: Broker, service: str) -> bytes:
     one, a new heartbeat within WATCH_S does. Returns the bytes of the heartbeat left behind, b"" if there is none.
     """
     left = broker.heartbeats.read_bytes(service)
-    first = parse_heartbeat(left)
+    first = try_decode(left, Heartbeat)
     if first is None or _is_gone(first) or broker.heartbeats.read_clock() - first.time > FRESH_S:
         return left
     end = time.monotonic() + WATCH_S
@@ -149,7 +150,7 @@ class HeartbeatThread:
         heartbeat = self._make_heartbeat()
         answer = self.broker.heartbeats.claim(heartbeat, left)
         if answer not in SENT:
-            raise _name_taken(self.service, parse_heartbeat(answer))
+            raise _name_taken(self.service, try_decode(answer, Heartbeat))
         self._note(heartbeat, answer)
 
     def soon(self) -> None:

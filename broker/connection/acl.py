@@ -92,10 +92,9 @@ def rules(role: str, keys: Keys) -> list[str]:
     """
     permissions = ROLES[role]
     scripts = permissions.scripts.split()
-    written = {key for name in scripts if not reads_only(name) for key in declared(name)} | set(
-        permissions.writes.split()
-    )
-    read = {key for name in scripts if reads_only(name) for key in declared(name)} | set(permissions.reads.split())
+    written, read = set(permissions.writes.split()), set(permissions.reads.split())
+    for name in scripts:
+        (read if reads_only(name) else written).update(declared(name))
     # Scripts may also use the commands of a selector.
     of_scripts = {command for name in scripts for command in _commands(name)} - set(permissions.only.split())
     commands = set(permissions.commands.split()) | of_scripts

@@ -4,6 +4,7 @@ redis-py's own retries repeat writes blindly, so they are off. Every operation o
 retried here, with backoff, until a deadline.
 """
 
+import functools
 import os
 import random
 import threading
@@ -20,7 +21,7 @@ from redis.connection import HiredisRespSerializer
 from redis.retry import Retry
 
 from broker.connection import failures
-from broker.connection.failures import MOVING, is_demotion, redirect_url
+from broker.connection.failures import DEMOTED, MOVING, redirect_url
 from broker.connection.keys import Keys
 from broker.connection.scripts import LuaScript
 from schemas.errors import BrokerLost, ConfigError, InfraError
@@ -170,10 +171,9 @@ class Connection:
         """Number of lost replies; readers check their own pending entries when it changes."""
         self.authority = False
         """Whether this process repairs a damaged broker (the trainer); the others wait for that."""
-        self._scripts: dict[str, LuaScript] = {}
+        self._script = functools.cache(functools.partial(LuaScript.named, keys=keys))
         self._loaded: dict[str, int] = {}
         """Scripts that the server has loaded, with the value of ``connections`` at that time."""
-        self._lock = threading.Lock()
         self._lost_at: float | None = None
 
     def _connected(self) -> None:
@@ -245,7 +245,8 @@ class Connection:
         if isinstance(error, redis.exceptions.MovedError):
             self._use_nodes([redirect_url(self.url, error), self.url])
             return
-        if is_demotion(error):
+        # Blocked readers get UNBLOCKED when a server is no longer a primary.
+        if isinstance(error, DEMOTED) or "instance state changed" in str(error):
             self._use_nodes(self._nodes, reconnect=True)
             return
         if isinstance(error, MOVING):
@@ -334,12 +335,6 @@ class Connection:
         except redis.exceptions.NoScriptError:
             client.script_load(script.text)
             return run()
-
-    def _script(self, name: str) -> LuaScript:
-        with self._lock:
-            if name not in self._scripts:
-                self._scripts[name] = LuaScript.named(name, self.keys)
-            return self._scripts[name]
 
 
 class RunData:

@@ -27,11 +27,6 @@ SENTINEL_TIMEOUT_S = 2.0
 """Longest wait for the answer of one Sentinel, before the next is asked."""
 
 
-def is_demotion(error: redis.RedisError) -> bool:
-    """Return whether a server refuses because it is no longer a primary; blocked readers get UNBLOCKED."""
-    return isinstance(error, DEMOTED) or "instance state changed" in str(error)
-
-
 def redirect_url(url: str, moved: redis.exceptions.MovedError) -> str:
     """Return ``url`` with the host and port that a MOVED error names; an empty host is the one that answered."""
     parts = urlsplit(url)

@@ -42,13 +42,9 @@ def list_runs(client: redis.Redis) -> list[RunInfo]:
 
 def _info(client: redis.Redis, prefix: str, name: str, keys: list[bytes]) -> RunInfo:
     base = Keys(prefix, name)
-    state: Any = None
-    step: Any = None
-    newest: Any = []
-    if client.type(base.ctl) == b"hash":
-        state, step = client.hmget(base.ctl, "state", "step")
-    if client.type(base.events) == b"stream":
-        newest = client.xrevrange(base.events, count=1)
+    known: Any = client.hmget(base.ctl, "state", "step") if client.type(base.ctl) == b"hash" else (None, None)
+    newest: Any = client.xrevrange(base.events, count=1) if client.type(base.events) == b"stream" else []
+    state, step = known
     return RunInfo(
         prefix=prefix,
         name=name,

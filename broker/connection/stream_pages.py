@@ -28,12 +28,7 @@ def read_page(
     newest: from the newest back. what: what is read, for errors.
     """
     start = f"({cursor}" if cursor is not None else None
-
-    def read(client: Any) -> Any:
-        if newest:
-            return client.xrevrange(key, start or "+", "-", limit + 1)
-        return client.xrange(key, start or "-", "+", limit + 1)
-
-    found: list[Entry] = connection.run(f"reading {what}", read)
+    name, ends = ("xrevrange", (start or "+", "-")) if newest else ("xrange", (start or "-", "+"))
+    found: list[Entry] = connection.run_command(f"reading {what}", name, key, *ends, limit + 1)
     shown = found[:limit]
     return shown, shown[-1][0].decode() if len(found) > limit else None

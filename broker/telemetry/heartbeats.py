@@ -2,8 +2,6 @@
 
 from collections.abc import Collection
 
-import redis
-
 from broker.connection.connection import RunData
 from schemas.codec import encode, try_decode
 from schemas.messages import Heartbeat
@@ -12,11 +10,6 @@ FORGOTTEN_S = 600
 """Seconds of silence after which a service is no longer listed."""
 COUNTED = b"ok"
 SENT = (COUNTED, b"later")
-
-
-def _stamp(client: redis.Redis) -> float:
-    seconds, micros = client.time()
-    return float(seconds) + micros / 1e6
 
 
 class Heartbeats(RunData):
@@ -29,11 +22,7 @@ class Heartbeats(RunData):
 
         The same thread renews leases, which must not wait for a retry.
         """
-        heartbeat.time = self._connection.run("reading the broker's clock", _stamp, once=True)
-        answer: bytes = self._connection.run_script(
-            "heartbeat", heartbeat.service, encode(heartbeat), FORGOTTEN_S, once=True
-        )
-        return answer
+        return self._send(heartbeat, once=True)
 
     def claim(self, heartbeat: Heartbeat, left: bytes) -> bytes:
         """Send the first heartbeat of a process that must be the only one of its name; return SENT if it got the name.
@@ -41,15 +30,19 @@ class Heartbeats(RunData):
         Otherwise nothing is stored, and the heartbeat of the name's owner is returned. left: bytes of the heartbeat
         that a dead process is known to have left under this name, b"" for none; any other is of a living process.
         """
-        heartbeat.time = self.read_clock()
+        return self._send(heartbeat, left)
+
+    def _send(self, heartbeat: Heartbeat, *left: bytes, once: bool = False) -> bytes:
+        heartbeat.time = self.read_clock(once)
         answer: bytes = self._connection.run_script(
-            "heartbeat", heartbeat.service, encode(heartbeat), FORGOTTEN_S, left
+            "heartbeat", heartbeat.service, encode(heartbeat), FORGOTTEN_S, *left, once=once
         )
         return answer
 
-    def read_clock(self) -> float:
+    def read_clock(self, once: bool = False) -> float:
         """Return Unix seconds by the broker's clock."""
-        return self._connection.run("reading the broker's clock", _stamp)
+        seconds, micros = self._connection.run_command("reading the broker's clock", "time", once=once)
+        return float(seconds) + float(micros) / 1e6
 
     def remove(self, service: str) -> None:
         """Remove a service that ends on purpose. Tried once, so that the exit is not delayed."""
@@ -57,7 +50,7 @@ class Heartbeats(RunData):
 
     def read(self, service: str) -> Heartbeat | None:
         """Return the last heartbeat of a service; None if there is none, or one of another version of Tidemill."""
-        return parse_heartbeat(self.read_bytes(service))
+        return try_decode(self.read_bytes(service), Heartbeat)
 
     def read_bytes(self, service: str) -> bytes:
         """Return the last heartbeat of a service as it was sent, b"" if there is none."""
@@ -78,10 +71,5 @@ class Heartbeats(RunData):
     def list(self) -> list[Heartbeat]:
         """List the last heartbeat of every service by name, except those of another version of Tidemill."""
         by_name = self._connection.run_command("listing services", "hgetall", self._keys.services)
-        heartbeats = [heartbeat for body in by_name.values() if (heartbeat := parse_heartbeat(body)) is not None]
-        return sorted(heartbeats, key=lambda heartbeat: heartbeat.service)
-
-
-def parse_heartbeat(body: bytes) -> Heartbeat | None:
-    """Parse a heartbeat as it was sent; None if it is empty or of another version of Tidemill."""
-    return try_decode(body, Heartbeat)
+        found = [heartbeat for body in by_name.values() if (heartbeat := try_decode(body, Heartbeat)) is not None]
+        return sorted(found, key=lambda heartbeat: heartbeat.service)

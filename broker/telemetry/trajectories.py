@@ -119,8 +119,7 @@ class TrajectoryStore(RunData):
 
         The search ends early after SEARCH_BYTES. Kept trained ones come before those in the pipeline.
 
-        newest: from the newest back. only_trained: search only the kept ones, because the pipeline may hold more than
-        ``examine`` others.
+        newest: from the newest back. only_trained: only kept ones: the pipeline may hold over ``examine`` others.
         """
         items: list[StoredTrajectory] = []
         examined = 0
@@ -171,22 +170,20 @@ class TrajectoryStore(RunData):
 
     def _in_pipeline(self, reading: _Reading, after: str | None, newest: bool) -> Iterator[StoredTrajectory]:
         scores = self._scores()
-        for id, fields in self._pages(self._keys.trajectories, reading, after, newest, bodies_elsewhere=True):
+        for id, fields in self._pages(self._keys.trajectories, reading, after, newest):
             live = self._live(id, fields.get(b"b"), scores)
             if live is not None:
                 yield live
 
-    def _pages(
-        self, stream: str, reading: _Reading, after: str | None, newest: bool, bodies_elsewhere: bool = False
-    ) -> Iterator[Entry]:
+    def _pages(self, stream: str, reading: _Reading, after: str | None, newest: bool) -> Iterator[Entry]:
         """Yield a stream after an entry, forwards or back, in small pages because bodies are large.
 
-        bodies_elsewhere: entries contain names of bodies, which are replaced by the bodies.
+        Entries of the pipeline contain names of bodies, which are replaced by the bodies.
         """
         while True:
             count = reading.next_page()
             page, after = read_page(self._connection, stream, "trajectories", max(1, count - 1), after, newest)
-            entries = self._with_bodies(page) if bodies_elsewhere else page
+            entries = self._with_bodies(page) if stream == self._keys.trajectories else page
             for entry in entries:
                 reading.add(entry[1])
                 yield entry

@@ -18,7 +18,7 @@ class Clocked:
     def __init__(self, broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
         self.broker = broker
         self.now = self.start = float(int(time.time()))
-        monkeypatch.setattr("broker.telemetry.heartbeats._stamp", lambda _: self.now)
+        monkeypatch.setattr("broker.telemetry.heartbeats.Heartbeats.read_clock", lambda *_: self.now)
 
     def process(self, pid: int, began: float, devices: int = 1) -> tuple[DeviceClock, HeartbeatThread]:
         clock = DeviceClock(devices, lambda: self.now, age_s=self.now - began)
