@@ -114,13 +114,6 @@ def fit_arguments(kind: str, function: Any, args: dict[str, Any]) -> dict[str, A
 
     ConfigError unless it takes them.
     """
-    check_arguments(kind, function, args)
-    parameters = inspect.signature(function).parameters
-    return convert_arguments(f"{kind}.args", function, args, [name for name in args if name in parameters])
-
-
-def check_arguments(kind: str, function: Any, args: dict[str, Any]) -> None:
-    """Raise ConfigError unless ``function``, or a class when it is built, has parameters of these names."""
     known: Mapping[str, Any] = {}
     try:
         signature = inspect.signature(function)
@@ -130,6 +123,7 @@ def check_arguments(kind: str, function: Any, args: dict[str, Any]) -> None:
         close = [name for arg in args if arg not in known for name in difflib.get_close_matches(arg, known, n=1)]
         hint = f" (did you mean {', '.join(map(repr, close))}?)" if close else ""
         raise ConfigError(f"{kind}.args {args}: {error}{hint}") from error
+    return convert_arguments(f"{kind}.args", function, args, [name for name in args if name in known])
 
 
 def check_method(kind: str, owner: Any, method: str, parameters: Sequence[str]) -> None:

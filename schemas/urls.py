@@ -11,8 +11,7 @@ _SECRET = ("password", "username")
 def hide_password(text: str) -> str:
     """Return a URL, or a text with one, without user and password, for messages.
 
-    They are before the last ``@``, or options as redis-py takes them: ``?username=``, ``?password=``,
-    ``?ssl_password=``.
+    They are before the last ``@``, or options of redis-py: ``?username=``, ``?password=``, ``?ssl_password=``.
     """
     shown = _OPTION.sub(_hide_option, text)
     begin = shown.find("://") + 3 if "://" in shown else 0

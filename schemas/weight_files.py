@@ -1,7 +1,6 @@
 """Checks whether a file of weights fits a model, by safetensors headers.
 
-Engines check a new file before they touch anything: the loaders of vLLM and transformers silently accept files with
-missing tensors.
+Engines check a new file before they touch anything: vLLM and transformers silently accept files with missing tensors.
 """
 
 import json

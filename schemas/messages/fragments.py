@@ -39,14 +39,8 @@ class Fragment(msgspec.Struct, frozen=True, gc=False):
     carried: Array | None = None
 
     def __post_init__(self) -> None:
-        types = {
-            "observations": "f4 u1",
-            "actions": "i4 f4",
-            "logprobs": "f4",
-            "rewards": "f4",
-            "ends": "u1",
-            "last": "f4 u1",
-        } | ({} if self.carried is None else {"carried": "f4"})
+        types = {"observations": "f4 u1", "actions": "i4 f4", "logprobs": "f4", "rewards": "f4", "ends": "u1"}
+        types |= {"last": "f4 u1"} | ({} if self.carried is None else {"carried": "f4"})
         for name, allowed in types.items():
             array = getattr(self, name)
             if array.dtype not in allowed.split():

@@ -21,8 +21,7 @@ import msgspec
 TOUCH_S = 1.0
 HELD, LENT, SHARE = "device_held_s", "device_lent_s", "device_share"
 PART = "hand_over:"
-"""Before the name of a part of the last hand-over, in figures: wait, offload and onload of a trainer, sleep, wake, load
-and probe of a generator."""
+"""Before a part of the last hand-over, in figures: wait, offload, onload; of a generator sleep, wake, load, probe."""
 _FLOCK = struct.Struct("hhqqi4x")
 """Linux's ``struct flock``, for locks of an open file; unlike those of flock(), they can be asked about."""
 VARIABLE = "TIDEMILL_SHARED_GPUS"

@@ -67,15 +67,10 @@ class Mount:
 
 @dataclass(frozen=True)
 class Interpreter:
-    """A Python that programs run with. command: its beginning; folders: what it needs of this machine, without /usr."""
+    """A Python that programs run with. command: its beginning; mounts: what it needs of this machine, without /usr."""
 
     command: tuple[str, ...]
-    folders: tuple[Path, ...]
-
-    @property
-    def mounts(self) -> tuple[Mount, ...]:
-        """Return its readable folders."""
-        return tuple(Mount(folder) for folder in self.folders)
+    mounts: tuple[Mount, ...]
 
 
 @lru_cache(maxsize=16)
@@ -95,10 +90,10 @@ def find_interpreter(path: str | None = None) -> Interpreter:
     return Interpreter((os.path.abspath(path), "-I"), outside_usr([prefix, base, str(Path(real).parent)]))
 
 
-def outside_usr(folders: Sequence[str]) -> tuple[Path, ...]:
-    """Return the folders outside /usr, which every program sees, without those inside another one."""
+def outside_usr(folders: Sequence[str]) -> tuple[Mount, ...]:
+    """Return those folders outside /usr, which every program sees, without those inside another one."""
     kept: list[Path] = []
     for folder in sorted({Path(folder) for folder in folders}):
         if not any(folder.is_relative_to(other) for other in (Path("/usr"), *kept)):
             kept.append(folder)
-    return tuple(kept)
+    return tuple(map(Mount, kept))

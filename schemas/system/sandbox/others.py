@@ -12,7 +12,6 @@ from typing import Any
 from schemas.system.sandbox import sandlock_stage
 from schemas.system.sandbox.limits import Limits, Mount
 
-NOT_STARTED = 125
 _ENV = {"PATH": "/usr/local/bin:/usr/bin:/bin", "LANG": "C.UTF-8"}
 _SYSTEM = ("/usr", "/lib", "/lib64", "/bin", "/sbin", "/etc/alternatives", "/etc/ld.so.cache", "/etc/ssl/certs")
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom", "/dev/random")

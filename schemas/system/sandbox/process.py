@@ -33,14 +33,12 @@ class Program(Protocol):
     @property
     def pid(self) -> int:
         """Process whose end is the program's."""
-        ...
 
     def end(self) -> int | None:
         """Kill the program, unless it has ended, with all that it started, and wait for it.
 
         Returns its exit code, 128 and more for a signal; None if it never began.
         """
-        ...
 
 
 class BwrapProgram:
