@@ -90,9 +90,8 @@ class Feeder:
                 # The broker was rebuilt: an evaluation under way may be gone.
                 self._broker_lifetime, self._evaluated, self._ordered = state.broker_lifetime, -1, -1
             if state.state in ("running", "finishing"):
-                if not state.paused:
-                    self._evaluate_if_due(state)
-                    self._evaluate_if_ordered(state)
+                if not state.paused and self._config.eval is not None and self._held_out:
+                    self._evaluate(state, self._config.eval)
                 self._state = self.admit(stop, state)
             else:
                 self._state = state.state
@@ -102,9 +101,7 @@ class Feeder:
         """Report once when slots leak: the feeder reads the ledger all the time anyway."""
         if state.leader_term and state.balanced != self._balanced:
             self._balanced = state.balanced
-            text = (
-                "the ledger is balanced again" if state.balanced else f"the ledger is not balanced: {state.describe()}"
-            )
+            text = "the ledger is " + ("balanced again" if state.balanced else f"not balanced: {state.describe()}")
             log.error(text)
             self._broker.events.emit(Event(name="ledger", service="feeder", level="error", text=text))
 
@@ -174,7 +171,6 @@ class Feeder:
         return task_of(dataset, part.label, prompt.index, position, "train", sampling, limits, level, seed)
 
     def _seed(self, task_id: int) -> int | None:
-        """Return the seed of a task in exact mode."""
         return task_seed(self._config.run.seed, task_id) if self._config.generator.exact else None
 
     def _limits(self, images: dict[str, bytes]) -> TaskLimits:
@@ -190,28 +186,20 @@ class Feeder:
         if self._unusable >= self._config.trainer.failed_groups_limit:
             raise RunFailed(f"{self._unusable} examples in a row can't be used, the last: {task.reason}")
 
-    def _evaluate_if_due(self, state: LedgerState) -> None:
-        evaluation = self._config.eval
-        if evaluation is None or not self._held_out or state.version <= self._evaluated:
-            return
-        last = state.step >= state.steps
-        # The version that is due, not a later one: generators stop at it for the evaluation.
+    def _evaluate(self, state: LedgerState, evaluation: EvalConfig) -> None:
+        """Open the evaluation that is due; and an ordered one when its version is there, once, also across restarts."""
         every = int(state.control.settings.get("eval_every", evaluation.every))
-        due = state.version // every * every
-        version = state.version if self._evaluated < 0 or last else due
-        if version <= self._evaluated:
-            return
-        self._open_evaluation(evaluation, version)
-        self._evaluated = version
-
-    def _evaluate_if_ordered(self, state: LedgerState) -> None:
-        """Open an ordered evaluation when its version is there; once, also across restarts."""
-        version = state.control.evaluate
-        if self._config.eval is None or not self._held_out or version == self._ordered or state.version < version:
-            return
-        if version >= 0:
-            self._open_evaluation(self._config.eval, version)
-        self._ordered = version
+        # The version that is due, not a later one: generators stop at it for the evaluation.
+        newest = self._evaluated < 0 or state.step >= state.steps
+        due = state.version if newest else state.version // every * every
+        if due > self._evaluated:
+            self._open_evaluation(evaluation, due)
+            self._evaluated = due
+        ordered = state.control.evaluate
+        if self._ordered != ordered <= state.version:
+            if ordered >= 0:
+                self._open_evaluation(evaluation, ordered)
+            self._ordered = ordered
 
     def _open_evaluation(self, evaluation: EvalConfig, version: int) -> None:
         tasks: list[Task | UnusableTask] = []

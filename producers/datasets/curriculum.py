@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import NamedTuple, Self
 
 from schemas.config import CurriculumConfig
-from schemas.errors import ConfigError
 
 RECENT = 4
 """Groups that the solve rate of a statistic is mostly of; broker/lua/prelude.lua has the same number."""
@@ -41,10 +40,7 @@ class PromptStatistic(NamedTuple):
 
 @dataclass(frozen=True)
 class Curriculum:
-    """Decides on one position at a time::
-
-        curriculum = Curriculum(config.train[0].curriculum, seed=0, group_size=8)
-        curriculum.takes(position=10_000, statistic=PromptStatistic(0.5, 3, 160), step=200)
+    """Decides on one position at a time.
 
     group_size: samples of a group, by which Thompson sampling knows how sure a solve rate is.
     """
@@ -62,7 +58,8 @@ class Curriculum:
         """Return whether the run, which is at ``step``, takes the prompt at ``position``."""
         if not self.chooses:
             return True
-        draws = random.Random(_number(self.seed, position))
+        digest = hashlib.blake2b(f"curriculum:{self.seed}:{position}".encode(), digest_size=8).digest()
+        draws = random.Random(int.from_bytes(digest, "little"))
         return draws.random() < self.weight(statistic, step, draws)
 
     def weight(self, statistic: PromptStatistic, step: int, draws: random.Random) -> float:
@@ -80,17 +77,3 @@ class Curriculum:
             # The variance of right and wrong, as a share of its largest: what a group teaches.
             weight = 4 * solved * (1 - solved)
         return max(settings.floor, weight)
-
-
-def check_size(prompts: int) -> None:
-    """Raise ConfigError if a curriculum would keep statistics of more prompts than it can."""
-    if prompts > MOST_PROMPTS:
-        raise ConfigError(
-            f"train has {prompts:,} prompts, a curriculum keeps statistics of {MOST_PROMPTS:,} at most: set"
-            " train.limit, or train.curriculum.name to uniform"
-        )
-
-
-def _number(seed: int, position: int) -> int:
-    digest = hashlib.blake2b(f"curriculum:{seed}:{position}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little")

@@ -32,16 +32,12 @@ class HuggingFace(RowReader):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._label = f"{self.path}[{self.split}]"
-        self._table = self._matching(load_table(self.base, self.path, self.split, self.name, self.revision))
-
-    def _matching(self, table: Any) -> Any:
-        """Return the rows that match ``where``; ConfigError if there is no such column."""
+        self._table = load_table(self.base, self.path, self.split, self.name, self.revision)
         for name, few in self._wanted.items():
-            if name not in table.column_names:
-                known = ", ".join(map(repr, table.column_names))
+            if name not in self._table.column_names:
+                known = ", ".join(map(repr, self._table.column_names))
                 raise ConfigError(f"{self._label} has no column {name!r}, it has {known}")
-            table = table.select([index for index, value in enumerate(table[name]) if value in few])
-        return table
+            self._table = self._table.select([k for k, value in enumerate(self._table[name]) if value in few])
 
     def __len__(self) -> int:
         return len(self._table)

@@ -33,10 +33,7 @@ def build_dataset(config: DatasetConfig, base: Path, measure: Measure | None = N
     make = DATASETS.get(config.name, base)
     if not callable(make):
         raise ConfigError(f"dataset {config.name!r} must be a class or a function, is {type(make).__name__}")
-    arguments = _check_arguments(make, config)
-    if _takes(make, "base"):
-        arguments["base"] = base
-    dataset = make(**arguments)
+    dataset = make(**_arguments(make, config, base))
     _check_protocol(dataset, config.name)
     dataset = dataset if config.limit is None else Chosen(dataset, range(min(config.limit, len(dataset))))
     if measure is None or not isinstance(config, LabelledDataset) or config.max_prompt_tokens is None:
@@ -85,23 +82,19 @@ def _tokens(dataset: Dataset, label: str, index: int, measure: Measure) -> int:
         return 0
 
 
-def _takes(make: Callable[..., Any], name: str) -> bool:
+def _arguments(make: Callable[..., Any], config: DatasetConfig, base: Path) -> dict[str, Any]:
     parameters = inspect.signature(make).parameters
-    return name in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-
-
-def _check_arguments(make: Callable[..., Any], config: DatasetConfig) -> dict[str, Any]:
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     named = [
-        name
-        for name, parameter in inspect.signature(make).parameters.items()
-        if name != "base" and parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
+        name for name, p in parameters.items() if name != "base" and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)
     ]
     for name in config.args:
-        if name not in named and (name == "base" or not _takes(make, name)):
+        if name not in named and (name == "base" or not takes_all):
             close = difflib.get_close_matches(name, named, n=1)
             hint = f", did you mean {close[0]!r}?" if close else f": one of {', '.join(named) or 'none'}"
             raise ConfigError(f"dataset {config.name!r}: unknown argument {name!r}{hint}")
-    return convert_arguments(f"dataset {config.name!r}", make, config.args, named)
+    arguments = convert_arguments(f"dataset {config.name!r}", make, config.args, named)
+    return arguments | ({"base": base} if takes_all or "base" in parameters else {})
 
 
 def _check_protocol(dataset: Any, name: str) -> None:

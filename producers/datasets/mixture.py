@@ -15,10 +15,11 @@ from functools import reduce
 from pathlib import Path
 
 from producers.datasets.base import Dataset
-from producers.datasets.curriculum import check_size
+from producers.datasets.curriculum import MOST_PROMPTS
 from producers.datasets.loading import Measure, build_dataset
 from producers.datasets.prompt_order import PromptOrder
 from schemas.config import CurriculumConfig, TrainDataset
+from schemas.errors import ConfigError
 
 LONGEST_CYCLE = 10_000
 """Most positions of a cycle; weights that would need more are rounded to so many parts."""
@@ -33,11 +34,6 @@ class DatasetPart:
     weight: float = 1.0
     shuffle: bool = True
     curriculum: CurriculumConfig = field(default_factory=CurriculumConfig)
-
-    @property
-    def statistics(self) -> int:
-        """Return how many statistics a curriculum keeps of it: one per level, or one per prompt if it has no levels."""
-        return len(self.levels) if len(self.levels) > 1 else len(self.levels[0])
 
 
 @dataclass(frozen=True)
@@ -55,21 +51,22 @@ class PromptRef:
 
 
 class Mixture:
-    """Positions 0, 1, 2, … without end over the datasets of ``parts``::
+    """Positions 0, 1, 2, … without end over the datasets of ``parts``, the levels of each of which take turns.
 
-        mixture = Mixture([DatasetPart("gsm8k", [gsm8k], weight=3), DatasetPart("code", [code], weight=1)], seed=0)
-        prompt = mixture.at(10_000)
-        example = mixture.dataset(prompt)[prompt.index]
-
-    The levels of a part take turns. ConfigError when there are more prompts than a curriculum keeps statistics of.
+    ConfigError when there are more prompts than a curriculum keeps statistics of.
     """
 
     def __init__(self, parts: Sequence[DatasetPart], seed: int = 0) -> None:
         self.parts = list(parts)
         self._orders = [[PromptOrder(len(level), seed, part.shuffle) for level in part.levels] for part in parts]
-        self._first = [0, *itertools.accumulate(part.statistics for part in parts)]
-        if any(part.curriculum.name != "uniform" for part in parts):
-            check_size(self._first[-1])
+        # A curriculum keeps a statistic of each level, or of each prompt where there are no levels.
+        sizes = (len(part.levels) if len(part.levels) > 1 else len(part.levels[0]) for part in parts)
+        self._first = [0, *itertools.accumulate(sizes)]
+        if self._first[-1] > MOST_PROMPTS and any(part.curriculum.name != "uniform" for part in parts):
+            raise ConfigError(
+                f"train has {self._first[-1]:,} prompts, a curriculum keeps statistics of {MOST_PROMPTS:,} at most: set"
+                " train.limit, or train.curriculum.name to uniform"
+            )
         self._cycle = spread(whole_shares([part.weight for part in parts]))
         self._positions = [
             [at for at, part in enumerate(self._cycle) if part == number] for number in range(len(parts))
@@ -88,25 +85,16 @@ class Mixture:
         return PromptRef(part, level, epoch, index, self._first[part] + counted)
 
     def dataset(self, prompt: PromptRef) -> Dataset:
-        """Return the dataset of a prompt."""
         return self.parts[prompt.part].levels[prompt.level]
 
 
 def build_mixture(datasets: Sequence[TrainDataset], base: Path, seed: int, measure: Measure | None = None) -> Mixture:
     """Build the mixture that the configuration names; ConfigError is one line. measure: see ``build_dataset``."""
-    return Mixture(
-        [
-            DatasetPart(
-                one.label,
-                [build_dataset(level, base, measure) for level in one.at_levels()],
-                one.weight,
-                one.shuffle,
-                one.curriculum,
-            )
-            for one in datasets
-        ],
-        seed,
-    )
+    parts = []
+    for one in datasets:
+        levels = [build_dataset(level, base, measure) for level in one.at_levels()]
+        parts.append(DatasetPart(one.label, levels, one.weight, one.shuffle, one.curriculum))
+    return Mixture(parts, seed)
 
 
 def whole_shares(weights: Sequence[float]) -> list[int]:

@@ -10,10 +10,7 @@ _ROUNDS = 6
 
 
 class PromptOrder:
-    """Positions 0, 1, 2, … without end over a dataset of ``length`` examples::
-
-        order = PromptOrder(length=7473, seed=0, shuffle=True)
-        epoch, index = order.at(10_000)    # (1, some index below 7473)
+    """Positions 0, 1, 2, … without end over a dataset of ``length`` examples.
 
     The permutation of an epoch is a Feistel network over the next power of four, walked until the
     result falls inside the dataset (cycle walking: Black and Rogaway 2002, "Ciphers with Arbitrary
@@ -33,14 +30,12 @@ class PromptOrder:
         if position < 0:
             raise ValueError(f"position {position} must be 0 or more")
         epoch, index = divmod(position, self.length)
-        return epoch, self._permute(epoch, index) if self.shuffle else index
-
-    def _permute(self, epoch: int, index: int) -> int:
-        key = hashlib.blake2b(f"{self.seed}:{epoch}".encode(), digest_size=16).digest()
-        value = self._feistel(key, index)
-        while value >= self.length:
-            value = self._feistel(key, value)
-        return value
+        if self.shuffle:
+            key = hashlib.blake2b(f"{self.seed}:{epoch}".encode(), digest_size=16).digest()
+            index = self._feistel(key, index)
+            while index >= self.length:
+                index = self._feistel(key, index)
+        return epoch, index
 
     def _feistel(self, key: bytes, value: int) -> int:
         bits = self._half_bits

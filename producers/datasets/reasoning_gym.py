@@ -61,7 +61,3 @@ class ReasoningGym:
         if self._chat:
             return Example(messages=[ChatMessage("user", prompt)], data=data)
         return Example(text=f"{prompt}\n", data=data)
-
-    def close(self) -> None:
-        """End the child process; it is started again when needed."""
-        self._child.close()

@@ -43,7 +43,6 @@ def digest(entry: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    """Serve until stdin closes."""
     requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(0), "wb", buffering=0)
 
     def reply(message: dict[str, Any]) -> None:

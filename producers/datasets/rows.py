@@ -70,17 +70,28 @@ class RowReader:
         if self.template is not None:
             for name in self._placeholders:
                 _field(row, name, where)
-            prompt: Any = self._fill(self.template, row, where)
+            try:
+                prompt: Any = self.template.format_map(row)
+            except (ValueError, TypeError) as error:
+                raise DataError(f"{where}: template {self.template!r} does not fit the row: {error}") from error
         else:
             prompt = _field(row, self.prompt, where)
-        values = self._image_values(row, where)
+        values: list[Any] = []
+        for name in self._images:
+            value = _field(row, name, where)
+            values += value if isinstance(value, list) else [] if value is None else [value]
         if isinstance(prompt, str) and not (self.chat or self.system is not None or values):
             return Example(text=prompt, data=data)
-        messages = (
-            [ChatMessage("user", prompt)]
-            if isinstance(prompt, str)
-            else _messages(prompt, f"{where}: field {self.prompt!r}", values)
-        )
+        if isinstance(prompt, str):
+            messages = [ChatMessage("user", prompt)]
+        else:
+            field, own = f"{where}: field {self.prompt!r}", list[Any]()
+            messages = _read_messages(prompt, field, own)
+            if own and values:
+                raise DataError(
+                    f"{field}: images stand in its messages and in a field of the row, which must be one of them"
+                )
+            values += own
         if self.system is not None and messages[0].role != "system":
             messages = [ChatMessage("system", self.system), *messages]
         if isinstance(prompt, list) and all(isinstance(message.content, str) for message in messages):
@@ -93,20 +104,6 @@ class RowReader:
             messages = repeat_places(messages, [len(frames) for frames in taken])
             files = [frame for frames in taken for frame in frames]
         return Example(messages=messages, data=data, images=files)
-
-    @staticmethod
-    def _fill(template: str, row: Mapping[str, Any], where: str) -> str:
-        try:
-            return template.format_map(row)
-        except (ValueError, TypeError) as error:
-            raise DataError(f"{where}: template {template!r} does not fit the row: {error}") from error
-
-    def _image_values(self, row: Mapping[str, Any], where: str) -> list[Any]:
-        found: list[Any] = []
-        for name in self._images:
-            value = _field(row, name, where)
-            found += value if isinstance(value, list) else [] if value is None else [value]
-        return found
 
     def _data(self, row: Mapping[str, Any], where: str) -> dict[str, Any]:
         if self._named is None:
@@ -143,21 +140,12 @@ def answer_text(value: Any) -> str | None:
 def read_messages(value: Any, where: str) -> tuple[list[ChatMessage], list[bytes]]:
     """Read messages whose parts hold their images, and these images. DataError begins with ``where``."""
     values: list[Any] = []
-    messages = _messages(value, where, values)
+    messages = _read_messages(value, where, values)
     return place_images(messages, len(values), where), [load_image(image, where, Path()) for image in values]
 
 
-def _messages(value: Any, where: str, images: list[Any]) -> list[ChatMessage]:
-    """Read the messages of a row. images: values of its images; those in image parts are added."""
-    own: list[Any] = []
-    found = _read_messages(value, where, own)
-    if own and images:
-        raise DataError(f"{where}: images stand in its messages and in a field of the row, which must be one of them")
-    images += own
-    return found
-
-
 def _read_messages(value: Any, where: str, images: list[Any]) -> list[ChatMessage]:
+    """Read messages; the values of images in their parts are added to ``images``."""
     if not isinstance(value, list) or not value:
         raise DataError(f"{where} must be text or a list of role and content, is {type(value).__name__}")
     messages = []

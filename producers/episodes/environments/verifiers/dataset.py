@@ -61,7 +61,3 @@ class VerifiersTasks:
             return Example(messages=[ChatMessage("user", "")], data=data)
         messages, images = read_messages(found["messages"], f"task {index} of {self._told['env']}")
         return Example(messages=messages, data=data, images=images)
-
-    def close(self) -> None:
-        """End its process; it is started again when needed."""
-        self._process.close()

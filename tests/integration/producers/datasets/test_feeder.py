@@ -308,7 +308,6 @@ def test_problems_of_another_seed_are_others(tmp_path: Path):
     for seed in (0, 1, 2):
         dataset = build("reasoning_gym", tmp_path, task="chain_sum", size=40, seed=seed)
         questions.append({str(dataset[index].messages) for index in range(40)})
-        dataset.close()
     assert [len(each) for each in questions] == [40, 40, 40]
     assert not questions[0] & questions[1]
     assert not questions[1] & questions[2]
@@ -323,9 +322,8 @@ def test_reasoning_gym_prompts_and_mistakes(tmp_path: Path):
     assert dataset[2] == dataset[2]
     assert str(dataset[0].text).startswith("State the final answer")
     assert set(dataset[0].data["reasoning_gym"]) == {"task", "size", "seed", "params", "index", "digest"}
-    dataset.close()
+    dataset._child.close()
     assert dataset[1].data["reasoning_gym"]["index"] == 1, "a child that ended is replaced"
-    dataset.close()
     with pytest.raises(ConfigError, match=r"unknown task 'chain_summ': did you mean 'chain_sum'"):
         build("reasoning_gym", tmp_path, task="chain_summ")
     with pytest.raises(ConfigError, match=r"no parameter 'terms': one of min_terms"):

@@ -224,7 +224,6 @@ def test_tasks_of_an_environment_are_a_dataset(imitated: Path, env: str) -> None
     example = dataset[5]
     assert example.messages == [ChatMessage("user", "1+2=?")]
     assert example.data["verifiers"]["row"]["answer"] == "3"
-    dataset.close()
 
 
 @pytest.mark.parametrize("env", GENERATIONS)
@@ -276,4 +275,3 @@ def test_the_real_package_plays_the_same(folder: Path) -> None:
         found = episodes(folder, dataset[5], "3", "4", "crash", python=python)
         assert sorted(one.reward for one in found if isinstance(one, SampledCompletion)) == [0.0, 1.0]
         assert len([one for one in found if isinstance(one, FailedSample)]) == 1
-        dataset.close()

@@ -139,7 +139,6 @@ def test_reasoning_gym_scores_with_the_tasks_own_scorer(tmp_path: Path):
 
     dataset = ReasoningGym(task="chain_sum", size=5, seed=2)
     data = dataset[3].data
-    dataset.close()
     assert value(reasoning_gym, f"because\n<answer> {data['answer']} </answer>", **data) == 1.0
     assert value(reasoning_gym, data["answer"], **data) == 1.0
     assert value(reasoning_gym, data["answer"], require_tags=True, **data) == 0.0
@@ -155,7 +154,6 @@ def test_an_answer_that_the_tasks_scorer_cannot_read_is_wrong():
 
     dataset = ReasoningGym(task="prime_factorization", size=1)
     data = dataset[0].data
-    dataset.close()
     assert value(reasoning_gym, "<answer>gibberish</answer>", **data) == 0.0
     assert value(reasoning_gym, f"<answer>{data['answer']}</answer>", **data) == 1.0
 
