@@ -25,8 +25,7 @@ class TaskLimits:
     images: dict[str, bytes] = field(default_factory=dict)
 
 
-def prepare_images(files: Sequence[bytes], limits: TaskLimits) -> list[Image]:
-    """Scale the images of a task; DataError says what is wrong with one."""
+def _prepare_images(files: Sequence[bytes], limits: TaskLimits) -> list[Image]:
     prepared: list[Image] = []
     for number, file in enumerate(files, start=1):
         if limits.settings is None:
@@ -48,7 +47,6 @@ def task_seed(run_seed: int, task_id: int) -> int:
 
 
 def make_sampling(settings: SamplingConfig, seed: int | None = None) -> Sampling:
-    """Return the message for the sampling settings."""
     return Sampling(
         temperature=settings.temperature,
         top_p=settings.top_p,
@@ -66,12 +64,13 @@ def make_task(
     sampling: SamplingConfig,
     dataset: str = "",
     level: int = -1,
-    images: Sequence[Image] = (),
+    limits: TaskLimits | None = None,
     seed: int | None = None,
 ) -> Task:
-    """Make the task message of an example. label: of its dataset; level: of difficulty, if the dataset has levels.
+    """Make the task message of an example; DataError says what is wrong with one of its images.
 
-    images: the example's, prepared for the model. seed: of its first sample.
+    dataset: its label; level: of difficulty, if the dataset has levels. limits: without them it gets no images. seed:
+    of its first sample.
     """
     return Task(
         task_id=task_id,
@@ -80,7 +79,7 @@ def make_task(
         sampling=make_sampling(sampling, seed),
         text=example.text,
         messages=example.messages,
-        images=list(images),
+        images=_prepare_images(example.images, limits) if limits is not None else [],
         data=example.data,
         dataset=dataset,
         level=level,
@@ -100,11 +99,9 @@ def task_of(
 ) -> Task | UnusableTask:
     """Return the task for an example, or the reason if dataset ``label`` fails or gives a task that can't be sent."""
     try:
-        example, max_bytes = dataset[index], limits.max_bytes
-        images = prepare_images(example.images, limits)
-        task = make_task(task_id, kind, example, sampling, label, level, images, seed)
+        task = make_task(task_id, kind, dataset[index], sampling, label, level, limits, seed)
         # Its parts are checked here, where the index is known, before a generator reads them.
-        decode(encode(task, max_bytes), Task, max_bytes)
+        decode(encode(task, limits.max_bytes), Task, limits.max_bytes)
     except InfraError:
         raise
     except (ConfigError, DataError) as error:

@@ -29,7 +29,7 @@ from producers.engines.base import Completion, EngineSettings, ProgressCallback,
 from producers.engines.scripted import ScriptedEngine
 from producers.images.placeholders import ImagePlaceholders
 from producers.images.settings import image_settings
-from producers.tasks import TaskLimits, make_task, prepare_images
+from producers.tasks import TaskLimits, make_task
 from producers.tokenizer import HfTokenizer
 from producers.workflows.base import FailedSample, RolloutContext, SaveDone, WorkflowServices, find_workflow, running
 from producers.workflows.trajectory_builder import SampledCompletion
@@ -145,9 +145,8 @@ def _first_task(config: TidemillConfig, position: int) -> tuple[Task, Mapping[st
     """Return the task, of one sample, of an example of the first training dataset, and its images by digest."""
     example = build_dataset(config.train[0].at_levels()[0], config.base)[position]
     limits = TaskLimits(config.broker.max_message_bytes, image_settings(config))
-    images = prepare_images(example.images, limits)
     sampling = config.sampling.model_copy(update={"n": 1})
-    return make_task(position, "train", example, sampling, images=images), limits.images
+    return make_task(position, "train", example, sampling, limits=limits), limits.images
 
 
 async def play_on_server(config: TidemillConfig, base_url: str, api_key: str, position: int = 0) -> AgentResult:

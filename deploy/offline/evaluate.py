@@ -26,7 +26,7 @@ from producers.engines.factory import engine_name, make_engine, prepare_engine
 from producers.images.placeholders import ImagePlaceholders
 from producers.images.settings import image_settings
 from producers.prompt_meter import PromptMeter
-from producers.tasks import TaskLimits, make_task, prepare_images
+from producers.tasks import TaskLimits, make_task
 from producers.tokenizer import HfTokenizer
 from producers.workflows.base import FailedSample, RolloutContext, WorkflowServices, find_workflow, running
 from producers.workflows.trajectory_builder import SampledCompletion
@@ -158,9 +158,8 @@ def open_datasets(config: TidemillConfig, evaluation: EvalConfig) -> list[HeldOu
         first = sum(len(before.tasks) for before in found)
         limits = TaskLimits(config.broker.max_message_bytes, image_settings(config))
         examples = [dataset[i] for i in range(len(dataset))]
-        images = [prepare_images(example.images, limits) for example in examples]
         tasks = [
-            make_task(first + i, "eval", example, sampling, one.label, images=images[i])
+            make_task(first + i, "eval", example, sampling, one.label, limits=limits)
             for i, example in enumerate(examples)
         ]
         terms = evaluation.terms_of(one)

@@ -24,7 +24,7 @@ from deploy.offline.tiny_vision_model import write_tiny_vision_model
 from producers.datasets.loading import build_dataset
 from producers.engines.base import Completion
 from producers.images.placeholders import ImagePlaceholders
-from producers.tasks import TaskLimits, make_task, prepare_images
+from producers.tasks import TaskLimits, make_task
 from producers.tokenizer import HfTokenizer
 from producers.workflows.base import FailedSample
 from schemas.config import TidemillConfig, load_config
@@ -179,8 +179,7 @@ async def sampled(config: TidemillConfig, recipe: Recipe) -> Group:
     example = build_dataset(config.train[0].at_levels()[0], config.base)[0]
     settings = read_image_settings(Path(config.model.path), config.model.max_pixels) if example.images else None
     limits = TaskLimits(config.broker.max_message_bytes, settings)
-    images = prepare_images(example.images, limits)
-    task = make_task(0, "train", example, config.sampling, config.train[0].label, images=images)
+    task = make_task(0, "train", example, config.sampling, config.train[0].label, limits=limits)
     places = None if settings is None else ImagePlaceholders(PAD, settings)
     played = await play(config, engine, tokenizer, task, placeholders=places, files=limits.images)
     samples = [one.to_trajectory(task, "recipe", "g") for one in played if not isinstance(one, FailedSample)]
