@@ -35,7 +35,7 @@ from producers.agents.session import PolicyHandle, Session
 from producers.agents.sessions import Sessions
 from producers.conversation.chat_template import ChatTemplate
 from producers.conversation.conversation import Conversation
-from producers.conversation.parsing.factory import make_parser
+from producers.conversation.parsing.factory import AnswerParser
 from producers.engines.base import EngineSettings
 from producers.engines.vllm.boot import engine_arguments
 from producers.engines.vllm.engine import VllmEngine
@@ -162,10 +162,9 @@ async def _our_server(settings: EngineSettings, tokens: int) -> AsyncIterator[_O
     engine = VllmEngine(settings)
     await engine.start()
     tokenizer, sessions = HfTokenizer(settings.model_path), Sessions()
-    parser = make_parser("hermes", None, tokenizer, vllm=True)
+    parser = AnswerParser("hermes", None, tokenizer, vllm=True)
     places = EngineCapacity(settings.max_samples)
-    encode, longest = tokenizer.encode, tokenizer.longest_token
-    policy = PolicyHandle(engine, parser, places, settings.max_length, CALLS, encode, longest)
+    policy = PolicyHandle(engine, parser, places, settings.max_length, CALLS, tokenizer)
     server = EndpointServer(sessions, AgentsConfig())
     gc.collect()
     gc.freeze()  # as the generator and vLLM's server do

@@ -19,7 +19,7 @@ from benchmarks.agents.tool_use import LAST_ANSWER, TOOLS, tool_call, tool_resul
 from benchmarks.harness.report import ResultRow, Table
 from producers.conversation.chat_template import ChatTemplate
 from producers.conversation.conversation import Conversation
-from producers.conversation.parsing.factory import AnswerParser, make_parser
+from producers.conversation.parsing.factory import AnswerParser
 from producers.engines.base import Completion
 from producers.tokenizer import HfTokenizer
 from schemas.messages import Span
@@ -64,7 +64,7 @@ class _Scene:
 
     def __init__(self, tokenizer: HfTokenizer, turns: int, draw: random.Random, cut: float) -> None:
         self._template = ChatTemplate(tokenizer)
-        self._parser: AnswerParser = make_parser("hermes", None, tokenizer, vllm=False)
+        self._parser = AnswerParser("hermes", None, tokenizer, vllm=False)
         self._turns = turns
         self._draw = draw
         self._cut = cut

@@ -185,7 +185,7 @@ def run_agent(
     if base_url is not None:
         result = asyncio.run(play_on_server(config, base_url, api_key, example))
         failed = result.kind != "returned"
-        said = {"reward": result.reward, "turns": result.turn_rewards, "metrics": result.metrics, "data": result.data}
+        said = {"reward": result.reward, "turns": result.turns, "metrics": result.metrics, "data": result.data}
         reason = f"{result.kind}: {result.error}" if result.error else result.kind
     else:
         played = asyncio.run(play_episode(config, example, given))

@@ -225,9 +225,10 @@ def check_generator(config: TidemillConfig) -> str:
     generator = config.generator
     find_workflow(generator.workflow.name, generator.workflow.args, config.base)
     if generator.workflow.name == "agent":
+        from producers.agents.workers.start import check_agent
         from producers.agents.workflow import AgentWorkflow
 
-        AgentWorkflow(**generator.workflow.args).check_agent(config.base, generator.agents)
+        check_agent(AgentWorkflow(**generator.workflow.args).program(config.base, generator.agents))
     engines = [
         _check_engine(one)
         for name, one in by_pool(config).items()

@@ -30,9 +30,9 @@ from producers.agents.session import PolicyHandle, Session
 from producers.conversation.chat_template import ChatTemplate
 from producers.conversation.conversation import Conversation
 from producers.conversation.images import EpisodeImages, ImageLimits
-from producers.conversation.parsing.factory import make_parser
+from producers.conversation.parsing.factory import AnswerParser
 from producers.engines.base import Engine
-from producers.engines.factory import engine_name, prepare_engine
+from producers.engines.factory import prepare_engine
 from producers.images.placeholders import ImagePlaceholders
 from producers.tokenizer import HfTokenizer
 from schemas.config import TidemillConfig, parse_config
@@ -186,8 +186,7 @@ async def _serve(config: TidemillConfig, path: str, address: str, api_key: str |
         update={"address": address, "public_url": None, "constrained": "ignore"}
     )
     tokenizer = HfTokenizer(path, config.model.trust_remote_code)
-    on_vllm = engine_name(config.generator.engine) == "vllm"
-    parser = make_parser(settings.tool_parser, settings.reasoning_parser, tokenizer, on_vllm)
+    parser = AnswerParser.of(config.generator, tokenizer)
     stopped = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stopped.set)
@@ -205,8 +204,7 @@ async def _serve(config: TidemillConfig, path: str, address: str, api_key: str |
             capacity=EngineCapacity(config.generator.max_samples),
             max_length=config.model.max_length,
             max_calls=1,
-            encode=tokenizer.encode,
-            longest_token=tokenizer.longest_token,
+            tokenizer=tokenizer,
         )
         server = EndpointServer(ServedSessions(policy, ChatTemplate(tokenizer), config, api_key), settings)
         url = await server.start()

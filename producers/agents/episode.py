@@ -5,7 +5,7 @@ import functools
 import json
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
 from producers.agents.outcomes import OUTCOMES, EpisodeFailure, EpisodeOutcome, FailureAlarm, judge
@@ -31,11 +31,9 @@ class AgentRunner(Protocol):
 
     keep_requests: bool
 
-    async def start(self) -> None:
-        """Get ready to run agents."""
+    async def start(self) -> None: ...
 
-    async def close(self) -> None:
-        """End all agents."""
+    async def close(self) -> None: ...
 
     async def run(self, job: AgentJob, notes: Notes) -> AgentResult:
         """Run the agent of one episode to its end."""
@@ -60,10 +58,7 @@ class EpisodeServices:
 
 
 class AgentEpisode:
-    """Plays one sample::
-
-    sample = await AgentEpisode(services, rollout, index).play()
-    """
+    """Plays one sample."""
 
     def __init__(self, services: EpisodeServices, rollout: RolloutContext, index: int) -> None:
         self._services = services
@@ -96,7 +91,9 @@ class AgentEpisode:
             finally:
                 self._services.sessions.end(session)
             if result is None:
-                return await asyncio.to_thread(self._unfinished, session)
+                sample = await asyncio.to_thread(session.conversation.sample, self._index, "abort")
+                sample.notes = dict(session.notes)
+                return sample
             verdict = judge(result, session.limit, settings)
             if isinstance(verdict, EpisodeFailure) and verdict.again:
                 partial = session.partial()
@@ -139,11 +136,6 @@ class AgentEpisode:
             # Its process must release the session before another one starts.
             await asyncio.wait({running})
 
-    def _unfinished(self, session: Session) -> SampledCompletion:
-        sample = session.conversation.sample(self._index, "abort")
-        sample.notes = dict(session.notes)
-        return sample
-
     async def _end(
         self, session: Session, result: AgentResult, verdict: EpisodeOutcome | EpisodeFailure
     ) -> SampledCompletion | FailedSample:
@@ -152,7 +144,7 @@ class AgentEpisode:
             self._rollout.report("agents_failing", alarm)
         if isinstance(verdict, EpisodeFailure):
             return FailedSample(self._index, f"agent: {verdict.reason}", verdict.kind)
-        for completion_id, value in result.turn_rewards.items():
+        for completion_id, value in result.turns.items():
             try:
                 session.set_reward(value, completion_id)
             except SessionError as error:
@@ -162,8 +154,8 @@ class AgentEpisode:
             kind = UNREWARDED if self._services.workers.keep_requests else "no_call"
             return FailedSample(self._index, "agent: it ended without an answered model call", kind)
         reward = verdict.reward if verdict.reward is not None else session.reward
-        if reward is None and result.turn_rewards:
-            reward = sum(result.turn_rewards.values())
+        if reward is None and result.turns:
+            reward = sum(result.turns.values())
         if reward is None and verdict.finish is not None:
             # The policy reached a limit, so its agent could not set a reward.
             reward = 0.0
@@ -181,30 +173,18 @@ class AgentEpisode:
             data={**result.data, **_shortened(session.conversation.messages(), settings.keep_messages)},
             train=settings.train,
         )
-        sample.metrics = self._metrics(session, result, outcome, sample)
-        return sample
-
-    def _metrics(
-        self, session: Session, result: AgentResult, outcome: EpisodeOutcome, sample: SampledCompletion
-    ) -> dict[str, float]:
-        """Return metrics of the episode. Counts of rare events are always present, because their mean is reported."""
-        counts, seconds = session.counts, time.monotonic() - self._began
-        return {
+        seconds = time.monotonic() - self._began
+        # Counts of rare events are always present, because their mean is reported.
+        sample.metrics = {
             **{f"outcome_{kind}": float(kind == outcome.kind) for kind in OUTCOMES},
-            **{f"segments_{why.replace(' ', '_')}": float(counts.begun[why]) for why in BEGINNINGS},
-            "calls": float(counts.requests),
+            **{f"segments_{why.replace(' ', '_')}": float(session.begun[why]) for why in BEGINNINGS},
+            **{name: float(value) for name, value in asdict(session.counts).items()},
             **size_metrics(sample),
-            "prompt_tokens": float(counts.prompt_tokens),
-            "engine_s": counts.engine_s,
-            "queue_s": counts.queue_s,
-            "tools_s": counts.tools_s,
-            "agent_s": max(0.0, seconds - session.busy_s - counts.tools_s),
-            "replayed": float(counts.replayed),
-            "parse_failures": float(counts.parse_failures),
-            "ignored_settings": float(counts.ignored),
+            "agent_s": max(0.0, seconds - session.busy_s - session.counts.tools_s),
             **session.metrics,
             **result.metrics,
         }
+        return sample
 
 
 def task_for_agent(task: Task, files: Mapping[str, bytes]) -> dict[str, Any]:
@@ -212,15 +192,10 @@ def task_for_agent(task: Task, files: Mapping[str, bytes]) -> dict[str, Any]:
 
     files: of its images by digest.
     """
-    prompt: dict[str, Any] = {"data": task.data, "id": task.task_id}
-    if task.messages is not None:
-        prompt["messages"] = task_messages(task, files)
-    elif task.text is not None:
-        prompt["text"] = task.text
-        prompt["messages"] = [{"role": "user", "content": task.text}]
-    else:
-        prompt["token_ids"] = task.token_ids
-    return prompt
+    messages = task_messages(task, files)
+    prompt = {"messages": messages} if messages else {"token_ids": task.token_ids}
+    text = {"text": task.text} if task.text is not None else {}
+    return {"data": task.data, "id": task.task_id, **text, **prompt}
 
 
 def _shortened(messages: list[dict[str, Any]], limit: int) -> dict[str, Any]:

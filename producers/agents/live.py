@@ -31,7 +31,6 @@ class LiveWorkflow(AgentWorkflow):
         super().__init__(run="live")
 
     def make_runner(self, services: WorkflowServices) -> AgentRunner:
-        """Return what waits for users."""
         if services.live is None:
             raise ConfigError("generator.workflow live: its conversations need a run's broker")
         return LiveUsers(services.live, services.config.generator.agents.live)
@@ -49,11 +48,9 @@ class LiveUsers:
         self._looking: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Begin to look for rewards."""
         self._looking = asyncio.create_task(self._look())
 
     async def close(self) -> None:
-        """Stop looking."""
         if self._looking is not None:
             self._looking.cancel()
             with suppress(asyncio.CancelledError):
@@ -63,7 +60,7 @@ class LiveUsers:
         """Offer the sample, or continue its conversation; return when it is rewarded, or its time is over."""
         id, record = await asyncio.to_thread(self._live.register, job.episode_id, job.base_url)
         if record.ended:
-            return self._unrewarded()
+            return self._result(record, None)
         ended: asyncio.Future[AgentResult] = asyncio.get_running_loop().create_future()
         self._waiting[id] = ended
         try:
@@ -88,7 +85,7 @@ class LiveUsers:
         now, records = await asyncio.to_thread(self._live.read, ids)
         for id in ids:
             record = records.get(id)
-            result = self._unrewarded() if record is None else await self._judge(id, record, now)
+            result = self._result(None, None) if record is None else await self._judge(id, record, now)
             waiting = self._waiting.get(id)
             if result is not None and waiting is not None and not waiting.done():
                 waiting.set_result(result)
@@ -96,15 +93,13 @@ class LiveUsers:
     async def _judge(self, id: str, record: LiveEpisode, now: float) -> AgentResult | None:
         """Return the end of a conversation; None while it may still get its reward."""
         if record.reward is not None:
-            return self._rewarded(record, float(record.reward))
+            return self._result(record, float(record.reward))
         if not record.begun or now <= record.begun + self._settings.reward_s:
             return None
-        reward = await asyncio.to_thread(self._live.end, id)
-        return self._unrewarded() if reward is None else self._rewarded(record, reward)
+        return self._result(record, await asyncio.to_thread(self._live.end, id))
 
-    def _rewarded(self, record: LiveEpisode, reward: float) -> AgentResult:
-        return AgentResult("returned", reward, data={TENANT: record.tenant})
-
-    def _unrewarded(self) -> AgentResult:
+    def _result(self, record: LiveEpisode | None, reward: float | None) -> AgentResult:
+        if record is not None and reward is not None:
+            return AgentResult("returned", reward, data={TENANT: record.tenant})
         limit = f"within generator.agents.live.reward_s {self._settings.reward_s:g}"
         return AgentResult("unrewarded", error=f"no reward came {limit}")

@@ -45,13 +45,11 @@ def judge(result: AgentResult, limit: FinishReason | None, settings: AgentsConfi
         return EpisodeFailure(result.kind, result.error, again=True)
     if result.kind == "unrewarded":
         return EpisodeFailure(UNREWARDED, result.error)
-    reached = "deadline" if result.kind == "deadline" else limit
+    reached: FinishReason | None = "deadline" if result.kind == "deadline" else limit
     if reached is not None and settings.late == "exclude":
         return EpisodeFailure("late", f"it reached its limit ({reached}), and generator.agents.late is exclude")
-    if result.kind == "deadline":
-        return EpisodeOutcome("deadline", result.reward, "deadline")
-    if limit is not None:
-        return EpisodeOutcome(limit, result.reward, limit)
+    if reached is not None:
+        return EpisodeOutcome(reached, result.reward, reached)
     if result.kind == "returned":
         return EpisodeOutcome(None, result.reward)
     if result.error_type in settings.outcomes:

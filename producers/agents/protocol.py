@@ -3,7 +3,6 @@
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
-from producers.conversation.messages import content_text
 from producers.conversation.parsing.answers import ParsedAnswer
 
 AnswerFinish = Literal["stop", "length", "tool_calls"]
@@ -37,12 +36,6 @@ class CallRequest:
     name: str = "main"
     template_args: dict[str, Any] | None = None
     ignored: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def characters(self) -> int:
-        """The least length of the prompt's text."""
-        texts = [content_text(message.get("content")) for message in self.messages or ()]
-        return len(self.prompt_text or "") + sum(len(text or "") for text in texts)
 
 
 @dataclass(frozen=True)

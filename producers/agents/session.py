@@ -13,7 +13,7 @@ import secrets
 import time
 from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import msgspec
 
@@ -23,9 +23,11 @@ from producers.agents.requests import Requests
 from producers.agents.workers.notes import Notes
 from producers.conversation.calls import continued_completion, digest_key, recorded_completion
 from producers.conversation.conversation import Conversation, NextPrompt
+from producers.conversation.messages import content_text
 from producers.conversation.parsing.answers import ParsedAnswer
 from producers.conversation.parsing.factory import AnswerParser
 from producers.engines.base import Completion, Engine
+from producers.tokenizer import HfTokenizer
 from schemas.errors import DataError
 from schemas.messages import FinishReason, Partial, Sampling
 
@@ -36,36 +38,28 @@ MOST_NAMES = 1 << 16
 
 @dataclass(frozen=True)
 class PolicyHandle:
-    """The policy that all sessions of a generator share. max_length: tokens of prompt and answer together.
-
-    encode: token ids of plain text, for prompts without messages. longest_token: the most characters of a token.
-    """
+    """The policy that all sessions of a generator share. max_length: tokens of prompt and answer together."""
 
     engine: Engine
     parser: AnswerParser
     capacity: EngineCapacity
     max_length: int
     max_calls: int
-    encode: Callable[[str], list[int]]
-    longest_token: int
+    tokenizer: HfTokenizer
 
 
 @dataclass
 class Counts:
-    """Events of an episode, for metrics: numbers, and seconds.
+    """Metrics of an episode: numbers, and seconds. tools_s: from an answer that called tools to the next request."""
 
-    tools_s: from an answer that called tools to the next request.
-    """
-
-    requests: int = 0
+    calls: int = 0
     replayed: int = 0
     parse_failures: int = 0
-    ignored: int = 0
+    ignored_settings: int = 0
     prompt_tokens: int = 0
     queue_s: float = 0.0
     engine_s: float = 0.0
     tools_s: float = 0.0
-    begun: Counter[str] = field(default_factory=Counter)
 
 
 class Session:
@@ -75,7 +69,7 @@ class Session:
     of RolloutContext, for this sample.
     interrupted: set when a request was aborted, so the episode must be handed over. finished: set when the agent
     declared the end. notes: results of its side effects, for its next attempt. busy_s: seconds in which a request was
-    under way.
+    under way. begun: the reasons why rows began.
     """
 
     def __init__(
@@ -98,6 +92,7 @@ class Session:
         self.finish_of_last: FinishReason = "stop"
         self.conversation = conversation
         self.counts = Counts()
+        self.begun: Counter[str] = Counter()
         self.limit: FinishReason | None = None
         self.interrupted = asyncio.Event()
         self.reward: float | None = None
@@ -138,11 +133,9 @@ class Session:
     async def settle(self, seconds: float) -> None:
         """Wait, at most so long, until running samples are recorded."""
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
-                await self._settled.wait()
+            await asyncio.wait_for(self._settled.wait(), seconds)
 
     async def complete(self, request: CallRequest) -> list[SampledAnswer]:
-        """Answer a model call with ``request.n`` choices; SessionError says what is wrong with it."""
         if self._requests is not None:
             await self.repeat_requests(before=request)
         return await self._complete(request)
@@ -167,13 +160,11 @@ class Session:
         try:
             least = self._least_tokens(request)
             if least > self._policy.max_length:
-                self.limit = "length"
                 raise self._too_long(f"at least {least}")
             async with self._lock:
                 prompt = await asyncio.to_thread(self._prompt, request)
             room = self._policy.max_length - len(prompt.ids)
             if room < 1:
-                self.limit = "length"
                 raise self._too_long(str(len(prompt.ids)))
             if self._requests is not None and not again:
                 self._requests.check(request)
@@ -184,7 +175,7 @@ class Session:
                 # No agent may use an answer that would be lost if this process died now.
                 if not await self._keep() and self._requests is not None:
                     # The agent is elsewhere, and would continue with an answer that the next generator does not know.
-                    self.counts.requests -= 1
+                    self.counts.calls -= 1
                     raise SessionError(503, "not_saved", "another generator holds this conversation: try again")
             except (asyncio.CancelledError, SessionError):
                 for answer in answers:
@@ -195,7 +186,7 @@ class Session:
             raise SessionError(400, "invalid_request_error", str(error)) from error
         except asyncio.CancelledError:
             # The agent received no answer, so the call does not count.
-            self.counts.requests -= 1
+            self.counts.calls -= 1
             raise
         finally:
             self._tasks.discard(task)
@@ -205,10 +196,7 @@ class Session:
                 self.busy_s += self._idle_since - self._busy_since
 
     def forget(self, call: int) -> None:
-        """Remove an answer from the record, because no client received it.
-
-        Does nothing if the session has ended: the next attempt at the episode will ask for the answer again.
-        """
+        """See OpenSession. If the session has ended, the next attempt at the episode will ask for the answer again."""
         if self._ended:
             return
         self.conversation.remove(call)
@@ -254,13 +242,13 @@ class Session:
 
     def _begin(self, request: CallRequest) -> None:
         self._check_open()
-        if self.counts.requests >= self._policy.max_calls:
+        if self.counts.calls >= self._policy.max_calls:
             self.limit = "calls"
             raise SessionError(
                 400, "max_calls_reached", f"generator.agents.max_calls {self._policy.max_calls} calls are used up"
             )
-        self.counts.requests += 1
-        self.counts.ignored += len(request.ignored)
+        self.counts.calls += 1
+        self.counts.ignored_settings += len(request.ignored)
         if not self._open:
             self._busy_since = time.monotonic()
             if self._calls_tools:
@@ -274,9 +262,11 @@ class Session:
 
     def _least_tokens(self, request: CallRequest) -> int:
         """Return a lower bound of its tokens: encoding a text that is far too long would take minutes."""
-        return request.characters // self._policy.longest_token
+        texts = [request.prompt_text, *(content_text(message.get("content")) for message in request.messages or ())]
+        return sum(len(text or "") for text in texts) // self._policy.tokenizer.longest_token
 
     def _too_long(self, tokens: str) -> SessionError:
+        self.limit = "length"
         return SessionError(
             400,
             "context_length_exceeded",
@@ -289,7 +279,7 @@ class Session:
             return self.conversation.prompt(messages, request.tools, request.name, request.template_args)
         if request.prompt_ids is not None:
             return self.conversation.raw_prompt(request.prompt_ids, request.name)
-        return self.conversation.raw_prompt(self._policy.encode(request.prompt_text or ""), request.name)
+        return self.conversation.raw_prompt(self._policy.tokenizer.encode(request.prompt_text or ""), request.name)
 
     async def _answer(self, request: CallRequest, prompt: NextPrompt, room: int) -> list[SampledAnswer]:
         """Sample, parse and record every choice; if one is aborted, hand the episode over instead."""
@@ -302,9 +292,13 @@ class Session:
             if not any(completion.finish == "abort" for completion in completions):
                 async with self._lock:
                     self._check_open()
-                    parsed = await asyncio.to_thread(self._parse, request, prompt, completions)
+                    parsed = await asyncio.to_thread(self._parse, request, prompt.ids, completions)
                     return self._record(prompt, places, completions, parsed)
-            await self._keep_aborted(prompt, completions)
+            async with self._lock:
+                if not self._ended:
+                    for completion in completions:
+                        self.conversation.add(prompt, completion, {"role": "assistant", "content": None})
+            self.interrupted.set()
         except BaseException:
             self._asked[prompt.digest].difference_update(places)
             raise
@@ -356,51 +350,41 @@ class Session:
                 answers[k] = continued_completion(recorded[k], completion) if k in recorded else completion
         return [answers[k] for k in range(request.n)]
 
-    async def _keep_aborted(self, prompt: NextPrompt, completions: Sequence[Completion]) -> None:
-        """Record the tokens of aborted answers, and let the episode be handed over."""
-        async with self._lock:
-            if not self._ended:
-                for completion in completions:
-                    self.conversation.add(prompt, completion, {"role": "assistant", "content": None})
-        self.interrupted.set()
-
     def _seed(self) -> int | None:
         """Return a seed for this call, so that calls of an episode and episodes of a group differ."""
         if self._sampling.seed is None:
             return None
-        return self._sampling.seed + (self._sample << 16) + (self.counts.requests << 4)
+        return self._sampling.seed + (self._sample << 16) + (self.counts.calls << 4)
 
-    def _parse(self, request: CallRequest, prompt: NextPrompt, completions: Sequence[Completion]) -> list[ParsedAnswer]:
-        return [
-            self._policy.parser.parse(
-                completion.tokens,
-                request.tools,
-                prompt_ids=prompt.ids,
-                cut=completion.finish == "length",
-                template_args=request.template_args,
-            )
-            for completion in completions
-        ]
+    def _parse(
+        self, request: CallRequest, prompt_ids: Sequence[int], completions: Sequence[Completion]
+    ) -> list[ParsedAnswer]:
+        parse = functools.partial(
+            self._policy.parser.parse, tools=request.tools, prompt_ids=prompt_ids, template_args=request.template_args
+        )
+        return [parse(completion.tokens, cut=completion.finish == "length") for completion in completions]
 
     def _record(
-        self,
-        prompt: NextPrompt,
-        places: Sequence[int],
-        completions: Sequence[Completion],
-        parsed: Sequence[ParsedAnswer],
+        self, prompt: NextPrompt, places: list[int], completions: list[Completion], parsed: list[ParsedAnswer]
     ) -> list[SampledAnswer]:
         if self.limit == "length":
             # The agent has shortened its history, so it continues.
             self.limit = None
-        self.counts.begun[prompt.why] += 1
+        self.begun[prompt.why] += 1
         self.counts.prompt_tokens += len(prompt.ids)
         self._calls_tools = ", ".join(call.name for answer in parsed for call in answer.tool_calls)
         answers: list[SampledAnswer] = []
         for place, completion, answer in zip(places, completions, parsed, strict=True):
             self.counts.parse_failures += answer.failures
             number = self.conversation.add(prompt, completion, answer.message())
-            answers.append(_answer(number, answer, prompt, completion))
-            self._numbers[answers[-1].id] = number
+            id = f"chatcmpl-{secrets.token_hex(12)}"
+            finish: AnswerFinish = "length" if completion.finish == "length" else "stop"
+            finish = "tool_calls" if answer.tool_calls else finish
+            logprobs = completion.logprobs.tolist()
+            answers.append(
+                SampledAnswer(number, id, answer, answer.text, finish, prompt.ids, completion.tokens, logprobs)
+            )
+            self._numbers[id] = number
             self._places[number] = (prompt.digest, place)
             self.finish_of_last = completion.finish
         return answers
@@ -408,17 +392,3 @@ class Session:
     async def _keep(self) -> bool:
         """Store the state of the episode; return whether another generator could resume it."""
         return self._save is None or await self._save(self.partial())
-
-
-def _answer(number: int, parsed: ParsedAnswer, prompt: NextPrompt, completion: Completion) -> SampledAnswer:
-    finish: AnswerFinish = "tool_calls" if parsed.tool_calls else "length" if completion.finish == "length" else "stop"
-    return SampledAnswer(
-        call=number,
-        id=f"chatcmpl-{secrets.token_hex(12)}",
-        parsed=parsed,
-        text=parsed.text,
-        finish=finish,
-        prompt_ids=prompt.ids,
-        ids=completion.tokens,
-        logprobs=completion.logprobs.tolist(),
-    )

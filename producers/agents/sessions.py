@@ -16,9 +16,6 @@ class Sessions:
         self._running: dict[str, Session] = {}
         self._ended: OrderedDict[str, None] = OrderedDict()
 
-    def __len__(self) -> int:
-        return len(self._running)
-
     def add(self, session: Session) -> None:
         self._running[session.token] = session
 
@@ -31,7 +28,6 @@ class Sessions:
                 self._ended.popitem(last=False)
 
     def find(self, token: str) -> Session:
-        """Return the running session; SessionError 410 for an ended one, 401 for any other token."""
         session = self._running.get(token)
         if session is not None:
             return session

@@ -14,11 +14,10 @@ from producers.agents.outcomes import FailureAlarm
 from producers.agents.session import PolicyHandle
 from producers.agents.sessions import Sessions
 from producers.agents.workers.pool import AgentWorkers
-from producers.agents.workers.start import AgentProgram, check_agent
+from producers.agents.workers.start import AgentProgram
 from producers.conversation.images import ImageLimits
-from producers.conversation.parsing.factory import make_parser
+from producers.conversation.parsing.factory import AnswerParser
 from producers.conversation.template_check import open_template
-from producers.engines.factory import engine_name
 from producers.episodes.environments.verifiers import AGENT
 from producers.workflows.base import FailedSample, RolloutContext, WorkflowServices, play_each
 from producers.workflows.trajectory_builder import SampledCompletion
@@ -53,16 +52,11 @@ class AgentWorkflow:
         self._services: EpisodeServices | None = None
         self._server: EndpointServer | None = None
 
-    def check_agent(self, base: Path, settings: AgentsConfig) -> None:
-        """Raise ConfigError if the agent can't be loaded or called; it is imported in its own process, and not run."""
-        check_agent(self._agent(base, settings))
-
     def make_runner(self, services: WorkflowServices) -> AgentRunner:
-        """Return where the agents run."""
         config, settings = services.config, services.config.generator.agents
-        return AgentWorkers(self._agent(config.base, settings), services.clock, config.folder)
+        return AgentWorkers(self.program(config.base, settings), services.clock, config.folder)
 
-    def _agent(self, base: Path, settings: AgentsConfig) -> AgentProgram:
+    def program(self, base: Path, settings: AgentsConfig) -> AgentProgram:
         return AgentProgram(self._run, self._command, self._args, base, settings)
 
     async def start(self, services: WorkflowServices) -> None:
@@ -71,21 +65,14 @@ class AgentWorkflow:
         settings = config.generator.agents
         template = await open_template(services)
         workers = self.make_runner(services)
-        parser = await asyncio.to_thread(
-            make_parser,
-            settings.tool_parser,
-            settings.reasoning_parser,
-            tokenizer,
-            engine_name(config.generator.engine) == "vllm",
-        )
+        parser = await asyncio.to_thread(AnswerParser.of, config.generator, tokenizer)
         policy = PolicyHandle(
             engine=services.engine,
             parser=parser,
             capacity=EngineCapacity(config.generator.max_samples),
             max_length=config.model.max_length,
             max_calls=settings.max_calls,
-            encode=tokenizer.encode,
-            longest_token=tokenizer.longest_token,
+            tokenizer=tokenizer,
         )
         sessions = Sessions()
         self._server = EndpointServer(sessions, settings)
@@ -105,14 +92,12 @@ class AgentWorkflow:
         )
 
     async def close(self) -> None:
-        """End the agents' processes and the endpoint."""
         if self._services is not None:
             await self._services.workers.close()
         if self._server is not None:
             await self._server.close()
 
     def run(self, rollout: RolloutContext) -> AsyncIterator[SampledCompletion | FailedSample]:
-        """Play every sample at once; see Workflow."""
         services = self._services
         if services is None:
             raise RuntimeError("the workflow was not started")

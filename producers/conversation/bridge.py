@@ -28,7 +28,7 @@ class NewTurn:
     before: Sequence[Message]
     answer: Message
     new: Sequence[Message]
-    closing: str | None
+    closing: str | None = None
     tools: Sequence[dict[str, Any]] | None = None
     args: dict[str, Any] | None = None
 
@@ -54,7 +54,9 @@ def find_kept_suffix(template: ChatTemplate, turn: NewTurn) -> str | None:
     except DataError:
         return None
     close = marked.rpartition(MARK)[2] if MARK in marked else ""
-    stem = whole.removesuffix(_from_special(template, close))
+    # From its first special token on.
+    at = min((at for special in template.special_texts if (at := close.find(special)) >= 0), default=0)
+    stem = whole.removesuffix(close[at:])
     if not longer.startswith(stem):
         return None
     return find_suffix(template, turn)
@@ -145,12 +147,6 @@ def _same_length(one: str, other: str) -> int:
 
 def _special_at(template: ChatTemplate, text: str) -> bool:
     return any(special in text for special in template.special_texts)
-
-
-def _from_special(template: ChatTemplate, text: str) -> str:
-    """Return a text from its first special token on; all of it if it has no such token."""
-    at = min((at for special in template.special_texts if (at := text.find(special)) >= 0), default=0)
-    return text[at:]
 
 
 def _by_difference(template: ChatTemplate, turn: NewTurn) -> str | None:

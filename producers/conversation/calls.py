@@ -3,7 +3,6 @@
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -36,7 +35,6 @@ class AnsweredCall:
     settings: bytes
     asked: object
     digest: bytes
-    segment: int
     record: Call
     images: Sequence[PlacedImage] = ()
     used: bool = False
@@ -72,7 +70,6 @@ def record_completion(completion: Completion) -> Call:
 
 
 def recorded_completion(call: Call) -> Completion:
-    """Return the completion of a recorded call."""
     return Completion(call.tokens.numpy().tolist(), call.logprobs.numpy(), list(call.spans), call.finish)
 
 
@@ -90,20 +87,21 @@ def continued_completion(call: Call, more: Completion) -> Completion:
     )
 
 
+def row_calls(calls: dict[int, AnsweredCall], last: int | None) -> list[AnsweredCall]:
+    """Return the calls of a row up to this one, in order."""
+    row: list[AnsweredCall] = []
+    while last is not None:
+        row.append(calls[last])
+        last = calls[last].parent
+    return row[::-1]
+
+
 def row_ids(calls: dict[int, AnsweredCall], last: int | None) -> list[int]:
     """Return the token ids of a call's row, its answer included, from the first token of the first prompt on."""
-    pieces: list[Any] = []
-    while last is not None:
-        call = calls[last]
-        pieces += [call.completion.tokens, call.suffix]
-        last = call.parent
-    return [token for piece in reversed(pieces) for token in piece]
+    pieces = [piece for call in row_calls(calls, last) for piece in (call.suffix, call.completion.tokens)]
+    return [token for piece in pieces for token in piece]
 
 
 def row_images(calls: dict[int, AnsweredCall], last: int | None) -> list[PlacedImage]:
     """Return the images of a call's row, in order and at their positions in it."""
-    pieces: list[Sequence[PlacedImage]] = []
-    while last is not None:
-        pieces.append(calls[last].images)
-        last = calls[last].parent
-    return [image for piece in reversed(pieces) for image in piece]
+    return [image for call in row_calls(calls, last) for image in call.images]

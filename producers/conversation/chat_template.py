@@ -6,7 +6,15 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
-from producers.conversation.messages import REASONING, Message, arguments_value, content_text, part_text, reasoning_text
+from producers.conversation.messages import (
+    REASONING,
+    Message,
+    arguments_value,
+    content_text,
+    function_schema,
+    part_text,
+    reasoning_text,
+)
 from producers.tokenizer import HfTokenizer
 from schemas.errors import DataError
 
@@ -18,6 +26,11 @@ BREAK = "Qz7BreakOfTheText7zQ"
 _FROM_OUTSIDE = ("user", "tool", "function")
 """Roles of messages whose content may come from anywhere, such as a page that a tool has read."""
 
+_NUMBERS = {"type": "string", "description": "Which."}
+EXAMPLE_TOOL = function_schema(
+    "multiply", "Multiplies.", {"type": "object", "properties": {"numbers": _NUMBERS}, "required": ["numbers"]}
+)
+
 _Style = tuple[str | None, bool]
 _STYLES: tuple[_Style, ...] = (("", False), (None, False), ("", True), (None, True))
 """Forms of an answer with tool calls and no text: its content, and whether its arguments are text."""
@@ -26,8 +39,8 @@ _STYLES: tuple[_Style, ...] = (("", False), (None, False), ("", True), (None, Tr
 class ChatTemplate:
     """A chat template over its tokenizer.
 
-    The check at start-up sets bridge_off, the reason why turns
-    are not joined (None: they are), and short_history, whether the text after an answer is independent of older turns.
+    The check at start-up sets bridge_off, the reason why turns are not joined (None: they are), and short_history,
+    whether the text after an answer is independent of older turns.
     """
 
     def __init__(self, tokenizer: HfTokenizer) -> None:
@@ -43,14 +56,17 @@ class ChatTemplate:
         *,
         generation_prompt: bool = True,
         args: dict[str, Any] | None = None,
+        style: _Style | None = None,
     ) -> str:
         """Return the text of a conversation. DataError if the template rejects it, ConfigError without a template.
 
         generation_prompt: whether the text ends with the header of the next answer. args: the template's own, such as
-        enable_thinking.
+        enable_thinking. style: of calls; None: the one that the template shows.
         """
-        style = self._style if any(message.get("tool_calls") for message in messages) else _STYLES[0]
-        return self._render(messages, tools, generation_prompt, args, style)
+        if style is None:
+            style = self._style if any(message.get("tool_calls") for message in messages) else _STYLES[0]
+        fitted = [self._fit(message, style) for message in messages]
+        return self._tokenizer.chat_text(fitted, tools, generation_prompt=generation_prompt, args=args)
 
     def ids(self, text: str, after: int | None = None) -> list[int]:
         """Return token ids of a rendered text, nothing added; special tokens of the template become their ids.
@@ -121,15 +137,15 @@ class ChatTemplate:
     @cached_property
     def _style(self) -> _Style:
         """Return the first form of a tool call that the template shows in its text."""
-        call = {"id": "call00001", "type": "function", "function": {"name": "look", "arguments": {"word": MARK}}}
+        function = {"name": "multiply", "arguments": {"numbers": MARK}}
         messages: list[Message] = [
-            {"role": "user", "content": "Look"},
-            {"role": "assistant", "content": None, "tool_calls": [call]},
-            {"role": "tool", "tool_call_id": "call00001", "name": "look", "content": "found"},
+            {"role": "user", "content": "Multiply"},
+            {"role": "assistant", "tool_calls": [{"id": "call00001", "type": "function", "function": function}]},
+            {"role": "tool", "tool_call_id": "call00001", "name": "multiply", "content": "product"},
         ]
         for style in _STYLES:
             try:
-                if MARK in self._render(messages, [_LOOK], True, None, style):
+                if MARK in self.render(messages, [EXAMPLE_TOOL], style=style):
                     return style
             except DataError:
                 continue
@@ -140,17 +156,6 @@ class ChatTemplate:
         source = self._tokenizer.chat_template
         return [key for key in REASONING if re.search(rf"""[.'"]{key}\b""", source)][:1]
 
-    def _render(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[dict[str, Any]] | None,
-        generation_prompt: bool,
-        args: dict[str, Any] | None,
-        style: _Style,
-    ) -> str:
-        fitted = [self._fit(message, style) for message in messages]
-        return self._tokenizer.chat_text(fitted, tools, generation_prompt=generation_prompt, args=args)
-
     def _fit(self, message: Message, style: _Style) -> Message:
         """Return a message as templates expect it: content one text, arguments a mapping, reasoning under its key."""
         fitted = dict(message)
@@ -160,7 +165,12 @@ class ChatTemplate:
         if text is not None:
             fitted["content"] = [{"type": "text", "text": text}] if self._wants_parts else text
         else:
-            fitted["content"] = [self._fit_part(part) for part in message["content"]]
+            # Images are placeholders beside the texts.
+            parts = [(part, part_text(part)) for part in message["content"]]
+            fitted["content"] = [
+                {"type": part["type"]} if shown is None else {"type": "text", "text": self.shield(shown)}
+                for part, shown in parts
+            ]
         if message.get("role") != "assistant":
             return fitted
         reasoning = reasoning_text(message)
@@ -175,25 +185,6 @@ class ChatTemplate:
             fitted["content"] = style[0]
         fitted["tool_calls"] = [_fit_call(call, style[1]) for call in message["tool_calls"]]
         return fitted
-
-    def _fit_part(self, part: Any) -> Any:
-        """Return a part of a user's or a tool's message with images: a text, or the placeholder of an image."""
-        text = part_text(part)
-        return {"type": part["type"]} if text is None else {"type": "text", "text": self.shield(text)}
-
-
-_LOOK = {
-    "type": "function",
-    "function": {
-        "name": "look",
-        "description": "Looks up.",
-        "parameters": {
-            "type": "object",
-            "properties": {"word": {"type": "string", "description": "What."}},
-            "required": ["word"],
-        },
-    },
-}
 
 
 def _fit_call(call: dict[str, Any], as_text: bool) -> dict[str, Any]:

@@ -15,7 +15,15 @@ import msgspec
 
 from producers.conversation.assembly import choose_calls, join_rows
 from producers.conversation.bridge import NewTurn, find_kept_suffix, find_suffix
-from producers.conversation.calls import AnsweredCall, digest_key, ids_digest, record_completion, row_ids, row_images
+from producers.conversation.calls import (
+    AnsweredCall,
+    digest_key,
+    ids_digest,
+    record_completion,
+    row_calls,
+    row_ids,
+    row_images,
+)
 from producers.conversation.chat_template import ChatTemplate
 from producers.conversation.images import EpisodeImages
 from producers.conversation.messages import Message, extend_chain, message_key, settings_key
@@ -36,13 +44,13 @@ MAIN = "main"
 class NextPrompt:
     """The prompt of the next call.
 
-    ids: its token ids. segment: the row that it extends; None: it starts a new one. why: the reason; ``first`` starts a
-    conversation, ``template`` and ``no bridge`` mean that its turns could not be joined, ``raw`` that the client sent
-    ids. images: those that some of the ids stand for. The other fields are internal to the conversation.
+    ids: its token ids. why: the reason for a new row; ``first`` starts a conversation, ``template`` and ``no bridge``
+    mean that its turns could not be joined, ``raw`` that the client sent ids. parent: number of the call whose row it
+    extends; None: it starts a new one. images: those that some of the ids stand for. The other fields are internal to
+    the conversation.
     """
 
     ids: list[int]
-    segment: int | None
     why: Why
     name: str = MAIN
     parent: int | None = None
@@ -84,10 +92,9 @@ class Conversation:
         self._answers: dict[bytes, int] = {}
         self._names: dict[bytes, str] = {}
         self._records: list[Call] = []
+        """The calls in their saved form for another generator, in order of time."""
         self._asked: Counter[bytes] = Counter()
         """How often each prompt has a record."""
-        self._tails: dict[int, int] = {}
-        """The last call of each segment."""
 
     @property
     def calls(self) -> int:
@@ -114,7 +121,7 @@ class Conversation:
             asked = any(message.get("role") == "assistant" for message in messages)
             why: Why = "history rewritten" if asked and self._calls else "first"
             ids, images = self._encode(messages, tools, args)
-            return make(ids, None, why, new=list(messages), images=images)
+            return make(ids, why, new=list(messages), images=images)
         restored = list(messages)
         for place, call in matches:
             restored[place] = call.answer
@@ -129,12 +136,11 @@ class Conversation:
             suffix, why = self._suffix(NewTurn(restored[:place], parent.answer, new, None, tools, args), parent)
         if suffix is None:
             ids, images = self._encode(restored, tools, args)
-            return make(ids, None, why, new=list(messages), images=images)
+            return make(ids, why, new=list(messages), images=images)
         held = row_ids(self._calls, parent.number)
         more, images = self.images.expand(suffix, new, len(held))
         images = [*row_images(self._calls, parent.number), *images]
-        segment = parent.segment if self._tails[parent.segment] == parent.number else None
-        return make(held + more, segment, why, parent=parent.number, held=len(held), new=new, images=images)
+        return make(held + more, why, parent=parent.number, held=len(held), new=new, images=images)
 
     def raw_prompt(self, ids: Sequence[int], name: str = MAIN) -> NextPrompt:
         """Return the same for a prompt of ids: it is joined if it begins with all ids up to one of our answers."""
@@ -150,13 +156,11 @@ class Conversation:
                     best = call
         new = [{"role": "user", "content": self._template.decode(ids[best.length if best else 0 :])}]
         if best is None:
-            return NextPrompt(ids, None, "raw", name, new=new)
-        segment = best.segment if self._tails[best.segment] == best.number else None
+            return NextPrompt(ids, "raw", name, new=new)
         images = row_images(self._calls, best.number)
-        return NextPrompt(ids, segment, "raw", name, best.number, best.length, new, images=images)
+        return NextPrompt(ids, "raw", name, best.number, best.length, new, images=images)
 
     def key(self, prompt: NextPrompt) -> bytes:
-        """Return the key of a call with this prompt."""
         return digest_key(prompt.digest, self._asked[prompt.digest])
 
     def add(self, prompt: NextPrompt, completion: Completion, answer: Message) -> int:
@@ -166,8 +170,6 @@ class Conversation:
         """
         number = len(self._calls)
         parent = self._calls[prompt.parent] if prompt.parent is not None else None
-        free = parent is not None and self._tails[parent.segment] == parent.number
-        segment = parent.segment if parent is not None and free else len(self._tails)
         call = AnsweredCall(
             number=number,
             name=parent.name if parent is not None else self._agent(prompt),
@@ -181,7 +183,6 @@ class Conversation:
             settings=prompt.settings,
             asked=prompt.asked,
             digest=prompt.digest,
-            segment=segment,
             record=record_completion(completion),
             images=[image for image in prompt.images if image.start >= prompt.held],
         )
@@ -192,7 +193,6 @@ class Conversation:
                 self._ends.setdefault(chain, []).append(number)
             self._answers.setdefault(message_key(answer, reasoning=False), number)
         self._calls[number] = call
-        self._tails[segment] = number
         self._add_record(call)
         again = False
         for used in {prompt.parent, *prompt.repeated} - {None}:
@@ -209,23 +209,13 @@ class Conversation:
         self._make_records()
 
     def set_reward(self, call: int, reward: float) -> None:
-        """Set the reward of a call's answer."""
         self._calls[call].reward = reward
 
     def messages(self) -> list[Message]:
         """Return the conversation of the main agent with its last answer, to be shown to users."""
         last = self._last_call(self._delivered())
-        messages: list[Message] = []
-        number = last.number if last is not None else None
-        while number is not None:
-            call = self._calls[number]
-            messages = [*call.new, call.answer, *messages]
-            number = call.parent
-        return messages
-
-    def records(self) -> list[Call]:
-        """Return the calls in their saved form for another generator, in order of time."""
-        return list(self._records)
+        row = row_calls(self._calls, last.number if last is not None else None)
+        return [message for call in row for message in (*call.new, call.answer)]
 
     def _make_records(self) -> None:
         self._records, self._asked = [], Counter()
@@ -239,8 +229,8 @@ class Conversation:
 
     def partial(self, index: int) -> Partial:
         """Return the episode so far, to be saved as sample ``index``."""
-        nothing = Array.of([], "i4"), Array.of([], "f4")
-        return Partial(sample=index, tokens=nothing[0], logprobs=nothing[1], spans=[], calls=self.records())
+        tokens, logprobs = Array.of([], "i4"), Array.of([], "f4")
+        return Partial(sample=index, tokens=tokens, logprobs=logprobs, spans=[], calls=list(self._records))
 
     def sample(
         self,
@@ -264,7 +254,7 @@ class Conversation:
         arrays = join_rows(self._calls, trained, numbers)
         last = self._last_call(kept)
         if finish == "abort" and not arrays.tokens:
-            return SampledCompletion(index, [], [], [], [], [], "abort", "", "", calls=self.records())
+            return SampledCompletion(index, [], [], [], [], [], "abort", "", "", calls=list(self._records))
         if last is None:
             raise DataError("the episode has no model call that was answered")
         if not arrays.tokens:
@@ -285,7 +275,7 @@ class Conversation:
             segments=arrays.segments,
             routed_experts=arrays.routed_experts(),
             reward=reward,
-            calls=self.records(),
+            calls=list(self._records),
             images=arrays.images,
             files=self.images.files_beside_the_task(arrays.images),
         )

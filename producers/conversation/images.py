@@ -41,17 +41,12 @@ class ImageLimits:
 
     @classmethod
     def of(cls, config: TidemillConfig) -> Self:
-        """Return the limits of a run."""
         agents = config.generator.agents
         return cls(agents.max_images, agents.max_image_bytes, config.broker.max_message_bytes)
 
 
 class EpisodeImages:
-    """Images by digest, and their positions in prompts::
-
-        messages = images.resolve(request.messages)      # DataError for one that can't be used
-        ids, placed = images.expand(template.ids(text), messages)
-        await engine.generate(ids, sampling, **images.for_engine(placed))
+    """Images by digest, and their positions in prompts.
 
     placeholders: None with a text model. task, files: the task's images, and their bytes by digest. Without limits
     no other images are accepted.
@@ -116,10 +111,9 @@ class EpisodeImages:
         """Return content with each image replaced by its digest. The text of a DataError starts with ``where``."""
         if not isinstance(content, list):
             return content
-        urls = [_url(part) for part in content]
         return [
-            part if url is None else {"type": "image", "digest": self._prepare(url, where)}
-            for part, url in zip(content, urls, strict=True)
+            part if (url := _url(part)) is None else {"type": "image", "digest": self._prepare(url, where)}
+            for part in content
         ]
 
     def _prepare(self, url: str, where: str) -> str:
@@ -137,29 +131,24 @@ class EpisodeImages:
                 " generator.agents.max_image_bytes allows"
             )
         key = digest(url.encode())
-        if key not in self._read:
-            self._read[key] = self._keep(read_data_url(url, where), where)
-        return self._read[key]
-
-    def _keep(self, data: bytes, where: str) -> str:
-        if self._placeholders is None or self._limits is None:
-            raise DataError("a model of text has no images")
+        if key in self._read:
+            return self._read[key]
+        data = read_data_url(url, where)
         with _decoding:
             image, body = prepare_image(data, self._placeholders.settings, f"{where}: an image")
-        if image.digest in self._images:
-            return image.digest
-        if image.size > self._limits.stored_bytes:
-            raise DataError(
-                f"{where}: an image of {image.width} x {image.height} pixels has {image.size} bytes as it is stored,"
-                f" broker.max_message_bytes is {self._limits.stored_bytes}: lower model.max_pixels"
-            )
-        if len(self._images) - len(self._task) >= self._limits.count:
-            raise DataError(
-                f"{where}: this would be image {self._limits.count + 1} of the episode,"
-                f" generator.agents.max_images is {self._limits.count}"
-            )
-        self._images[image.digest] = image
-        self._files[image.digest] = body
+        if image.digest not in self._images:
+            if image.size > self._limits.stored_bytes:
+                raise DataError(
+                    f"{where}: an image of {image.width} x {image.height} pixels has {image.size} bytes as it is"
+                    f" stored, broker.max_message_bytes is {self._limits.stored_bytes}: lower model.max_pixels"
+                )
+            if len(self._images) - len(self._task) >= self._limits.count:
+                raise DataError(
+                    f"{where}: this would be image {self._limits.count + 1} of the episode,"
+                    f" generator.agents.max_images is {self._limits.count}"
+                )
+            self._images[image.digest], self._files[image.digest] = image, body
+        self._read[key] = image.digest
         return image.digest
 
 
@@ -174,10 +163,12 @@ def image_part(url: str) -> dict[str, Any]:
 
 
 def task_messages(task: Task, files: Mapping[str, bytes]) -> list[Message]:
-    """Return the messages of a task's prompt as a client would send them, images as ``data:`` URLs."""
+    """Return a task's prompt as messages that a client would send, images as ``data:`` URLs; none for token ids."""
+    if task.messages is None:
+        return [] if task.text is None else [{"role": "user", "content": task.text}]
     images = iter(task.images)
     messages: list[Message] = []
-    for message in task.messages or ():
+    for message in task.messages:
         content: Any = message.content
         if not isinstance(content, str):
             content = [

@@ -26,13 +26,8 @@ def content_text(content: Any) -> str | None:
         return content
     if not isinstance(content, list):
         return json.dumps(content)
-    texts = []
-    for part in content:
-        text = part_text(part)
-        if text is None:
-            return None
-        texts.append(text)
-    return "".join(texts)
+    texts = [part_text(part) for part in content]
+    return None if None in texts else "".join(filter(None, texts))
 
 
 def part_text(part: Any) -> str | None:
@@ -61,11 +56,9 @@ def reasoning_text(message: Message) -> str | None:
     return text.strip() or None
 
 
-def tool_calls(message: Message) -> list[dict[str, Any]]:
-    """Return the functions that an answer calls, each with name and arguments."""
-    calls = message.get("tool_calls") or []
-    functions = [call.get("function", call) for call in calls if isinstance(call, dict)]
-    return [function for function in functions if isinstance(function, dict)]
+def function_schema(name: str, description: str, parameters: Any) -> dict[str, Any]:
+    """Return what the policy reads about a tool, in the form of chat completions."""
+    return {"type": "function", "function": {"name": name, "description": description, "parameters": parameters}}
 
 
 def arguments_value(arguments: Any) -> Any:
@@ -85,7 +78,9 @@ def message_key(message: Message, reasoning: bool = True) -> bytes:
     answer = message.get("role") == "assistant"
     parts: list[Any] = [message.get("role"), shown.strip() if answer and text is not None else shown]
     if answer:
-        parts.append([[call.get("name"), arguments_value(call.get("arguments"))] for call in tool_calls(message)])
+        calls = [call.get("function", call) for call in message.get("tool_calls") or [] if isinstance(call, dict)]
+        functions = [function for function in calls if isinstance(function, dict)]
+        parts.append([[one.get("name"), arguments_value(one.get("arguments"))] for one in functions])
         parts.append(reasoning_text(message) if reasoning else None)
     else:
         parts.append(message.get("name"))

@@ -2,13 +2,13 @@
 
 import asyncio
 import json
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import replace
+from typing import Literal
 
 import structlog
 
 from producers.conversation.bridge import NewTurn, find_suffix, shorten
-from producers.conversation.chat_template import ChatTemplate
+from producers.conversation.chat_template import EXAMPLE_TOOL, ChatTemplate
 from producers.conversation.messages import Message
 from producers.workflows.base import WorkflowServices
 from schemas.errors import DataError
@@ -23,14 +23,6 @@ _SYSTEM: Message = {"role": "system", "content": "Calculate carefully"}
 _WORD = "Fiftysix"
 _ANSWER: Message = {"role": "assistant", "content": _WORD}
 _EARLIER: Message = {"role": "assistant", "content": "Twentyseven"}
-_TOOL = {
-    "type": "function",
-    "function": {
-        "name": "multiply",
-        "description": "Multiplies.",
-        "parameters": {"type": "object", "properties": {"numbers": {"type": "string"}}, "required": ["numbers"]},
-    },
-}
 
 
 def _calls(*ids: str, word: str = _WORD) -> Message:
@@ -43,37 +35,25 @@ def _result(id: str, text: str) -> Message:
     return {"role": "tool", "tool_call_id": id, "name": "multiply", "content": text}
 
 
-@dataclass(frozen=True)
-class _Case:
-    """A conversation with an answer in the middle."""
-
-    name: str
-    before: tuple[Message, ...]
-    answer: Message
-    new: tuple[Message, ...]
-    tools: tuple[dict[str, Any], ...] = ()
-
-
-_CASES = (
-    _Case("a user's turn", (_USER,), _ANSWER, (_NEXT,)),
-    _Case("a user's turn under a system prompt", (_SYSTEM, _USER), _ANSWER, (_NEXT,)),
-    _Case("a user's second turn", (_USER, _EARLIER, _NEXT), _ANSWER, (_USER,)),
-    _Case("a tool's result", (_USER,), _calls("call00001"), (_result("call00001", "product"),), (_TOOL,)),
-    _Case(
-        "the results of two tool calls",
-        (_SYSTEM, _USER),
+_PRODUCT, _TOOLS = _result("call00001", "product"), [EXAMPLE_TOOL]
+_CASES = {
+    "a user's turn": NewTurn([_USER], _ANSWER, [_NEXT], tools=[]),
+    "a user's turn under a system prompt": NewTurn([_SYSTEM, _USER], _ANSWER, [_NEXT], tools=[]),
+    "a user's second turn": NewTurn([_USER, _EARLIER, _NEXT], _ANSWER, [_USER], tools=[]),
+    "a tool's result": NewTurn([_USER], _calls("call00001"), [_PRODUCT], tools=_TOOLS),
+    "the results of two tool calls": NewTurn(
+        [_SYSTEM, _USER],
         _calls("call00001", "call00002"),
-        (_result("call00001", "product"), _result("call00002", "quotient")),
-        (_TOOL,),
+        [_PRODUCT, _result("call00002", "quotient")],
+        tools=_TOOLS,
     ),
-    _Case(
-        "a later tool's result",
-        (_SYSTEM, _USER, _EARLIER, _NEXT, _calls("call00001", word="Nine"), _result("call00001", "product")),
+    "a later tool's result": NewTurn(
+        [_SYSTEM, _USER, _EARLIER, _NEXT, _calls("call00001", word="Nine"), _PRODUCT],
         _calls("call00003"),
-        (_result("call00003", "quotient"),),
-        (_TOOL,),
+        [_result("call00003", "quotient")],
+        tools=_TOOLS,
     ),
-)
+}
 
 
 async def open_template(services: WorkflowServices) -> ChatTemplate:
@@ -96,18 +76,13 @@ def check_bridge(template: ChatTemplate) -> str | None:
     if not template.exists:
         template.bridge_off = "the tokenizer has no chat template"
         return template.bridge_off
-    outcomes = {case.name: _try(template, case) for case in _CASES}
+    outcomes = {name: _try(template, case) for name, case in _CASES.items()}
     template.bridge_off = _explain(template, outcomes)
-    template.short_history = all(_depends_on_nothing_older(template, case) for case in _CASES)
+    template.short_history = all(
+        find_suffix(template, case) == find_suffix(template, replace(case, before=shorten(case.before)))
+        for case in _CASES.values()
+    )
     return template.bridge_off
-
-
-def _depends_on_nothing_older(template: ChatTemplate, case: _Case) -> bool:
-    suffixes = [
-        find_suffix(template, NewTurn(before, case.answer, case.new, None, list(case.tools)))
-        for before in (case.before, shorten(case.before))
-    ]
-    return suffixes[0] == suffixes[1]
 
 
 def _explain(template: ChatTemplate, outcomes: dict[str, _Outcome]) -> str | None:
@@ -124,11 +99,10 @@ def _explain(template: ChatTemplate, outcomes: dict[str, _Outcome]) -> str | Non
     return "the chat template refuses a conversation of two turns"
 
 
-def _try(template: ChatTemplate, case: _Case) -> _Outcome:
-    tools = list(case.tools)
+def _try(template: ChatTemplate, case: NewTurn) -> _Outcome:
     try:
-        whole = template.render([*case.before, case.answer], tools, generation_prompt=False)
-        longer = template.render([*case.before, case.answer, *case.new], tools)
+        whole = template.render([*case.before, case.answer], case.tools, generation_prompt=False)
+        longer = template.render([*case.before, case.answer, *case.new], case.tools)
     except DataError:
         return "refused"
     if _WORD not in whole or _WORD not in longer:
@@ -136,7 +110,7 @@ def _try(template: ChatTemplate, case: _Case) -> _Outcome:
     sampled, closing = _sampled_text(template, whole, longer)
     if closing is None:
         return "not closed"
-    suffix = find_suffix(template, NewTurn(case.before, case.answer, case.new, closing, tools))
+    suffix = find_suffix(template, replace(case, closing=closing))
     if suffix is None:
         return "not found"
     if not longer.startswith(sampled):

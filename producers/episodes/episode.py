@@ -17,12 +17,11 @@ from producers.conversation.conversation import MAIN, Conversation, NextPrompt
 from producers.conversation.images import ImageLimits, episode_images, task_messages
 from producers.conversation.messages import Message
 from producers.conversation.parsing.answers import ParsedAnswer
-from producers.conversation.parsing.factory import AnswerParser, make_parser
+from producers.conversation.parsing.factory import AnswerParser
 from producers.conversation.template_check import open_template
 from producers.engines.base import Completion
-from producers.engines.factory import engine_name
 from producers.workflows.base import FailedSample, RolloutContext, WorkflowServices
-from producers.workflows.trajectory_builder import SampledCompletion, TrajectoryBuilder, size_metrics
+from producers.workflows.trajectory_builder import SampledCompletion, size_metrics
 from schemas.config import AgentsConfig
 from schemas.errors import ConfigError, DataError
 from schemas.messages import Call, FinishReason
@@ -50,17 +49,15 @@ class LoopParts:
     async def create(cls, services: WorkflowServices) -> Self:
         """Load the parts. ConfigError if the tokenizer can't chat, or a parser is missing. vLLM's take seconds."""
         config, tokenizer = services.config, services.tokenizer
-        agents = config.generator.agents
-        vllm = engine_name(config.generator.engine) == "vllm"
         template = await open_template(services)
         try:
             template.render([{"role": "user", "content": "Hello"}])
         except DataError as error:
             raise ConfigError(f"generator.workflow {config.generator.workflow.name}: {error}") from error
-        parser = await asyncio.to_thread(make_parser, agents.tool_parser, agents.reasoning_parser, tokenizer, vllm)
+        parser = await asyncio.to_thread(AnswerParser.of, config.generator, tokenizer)
         only = find_tokens(config.model.path, config.model.output_tokens)
         endless = only is not None and tokenizer.stop_ids.isdisjoint(only)
-        return cls(template, parser, agents, config.model.max_length, ImageLimits.of(config), endless)
+        return cls(template, parser, config.generator.agents, config.model.max_length, ImageLimits.of(config), endless)
 
 
 class EpisodeEnded(Exception):
@@ -87,22 +84,15 @@ class Episode:
         self.metrics: dict[str, float] = {"calls": 0.0, "engine_s": 0.0, "tools_s": 0.0, "replayed": 0.0}
         self.last_call = -1
 
-    @property
-    def trained(self) -> list[str] | None:
-        """Names whose tokens are trained, None for all."""
-        return self._parts.settings.train
-
     def first_messages(self) -> list[Message]:
         """Return the task's prompt as messages. DataError if it is given as token ids."""
         task = self._rollout.task
-        if task.messages is not None:
-            return task_messages(task, self._rollout.files)
-        if task.text is None:
+        messages = task_messages(task, self._rollout.files)
+        if not messages:
             raise DataError(f"task {task.task_id} has a prompt of token ids; this workflow needs text or messages")
-        return [{"role": "user", "content": task.text}]
+        return messages
 
     def count(self, name: str, amount: float = 1.0) -> None:
-        """Add to a metric of the sample."""
         self.metrics[name] = self.metrics.get(name, 0.0) + amount
 
     async def ask(
@@ -173,13 +163,9 @@ class Episode:
             stopping.cancel()
 
     def finish(self, finish: FinishReason, reward: float | None = None) -> SampledCompletion | FailedSample:
-        """Return the sample of the whole episode."""
         settings = self._parts.settings
         if finish == "calls" and settings.late == "exclude":
             return FailedSample(self.index, f"its episode reached its limit of {self._max_calls} model calls", "late")
-        if finish == "abort" and not self.conversation.partial(self.index).size:
-            empty = TrajectoryBuilder(self.index, self._rollout.tokenizer)
-            return empty.prompt(self._parts.template.ids("\n"), "").finish("abort")
         data = {"messages": newest_messages(self.conversation.messages(), settings.keep_messages)}
         sample = self.conversation.sample(self.index, finish, reward=reward, data=data, train=settings.train)
         sample.metrics = {**size_metrics(sample), **self.metrics}

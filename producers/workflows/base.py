@@ -37,14 +37,6 @@ class SaveDone:
         return True
 
 
-def _keep_nothing(partial: Partial) -> Awaitable[bool]:
-    return SaveDone()
-
-
-def _report_nothing(name: str, text: str) -> None:
-    """There is no run whose events it could be."""
-
-
 @dataclass(frozen=True)
 class FailedSample:
     """A sample that failed, while others continue. reason: one line. kind: a word to count it by."""
@@ -72,8 +64,8 @@ class RolloutContext:
     tokenizer: HfTokenizer
     task: Task
     indices: Sequence[int]
-    save: Callable[[Partial], Awaitable[bool]] = _keep_nothing
-    report: Callable[[str, str], None] = _report_nothing
+    save: Callable[[Partial], Awaitable[bool]] = lambda partial: SaveDone()
+    report: Callable[[str, str], None] = lambda name, text: None
     interrupted: asyncio.Event = field(default_factory=asyncio.Event)
     placeholders: ImagePlaceholders | None = None
     files: Mapping[str, bytes] = field(default_factory=dict)
@@ -199,7 +191,7 @@ class WorkflowServices:
     engine: Engine
     tokenizer: HfTokenizer
     config: TidemillConfig
-    report: Callable[[str, str], None] = _report_nothing
+    report: Callable[[str, str], None] = lambda name, text: None
     clock: Callable[[], float] = time.monotonic
     live: LiveConversations | None = None
 

@@ -60,6 +60,8 @@ class SampledCompletion:
 
     def to_trajectory(self, task: Task, run: str, generator: str, seconds: float = 0.0) -> Trajectory:
         """Return this sample of ``task`` as a message; ValueError if its parts are inconsistent."""
+        # Evaluations are not trained.
+        experts = None if self.routed_experts is None or task.kind == "eval" else RoutedExperts.of(self.routed_experts)
         return Trajectory(
             run=run,
             task_id=task.task_id,
@@ -84,29 +86,20 @@ class SampledCompletion:
             level=task.level,
             images=self.images,
             temperature=task.sampling.temperature,
-            routed_experts=self._routed_experts(task),
+            routed_experts=experts,
             fragment=self.fragment,
         )
-
-    def _routed_experts(self, task: Task) -> RoutedExperts | None:
-        # Evaluations are not trained.
-        return None if self.routed_experts is None or task.kind == "eval" else RoutedExperts.of(self.routed_experts)
 
     def to_partial(self, end: int | None = None) -> Partial:
         """Return what was generated before position ``end``, counted from the first generated token.
 
         Of an agent's episode all calls, whose tokens do not stand in the order of time in ``tokens``.
         """
-        if not self.calls:
-            return msgspec.structs.replace(_partial(self, end), notes=self.notes)
-        none, no_logprobs = Array.of([], "i4"), Array.of([], "f4")
-        return Partial(
-            sample=self.index, tokens=none, logprobs=no_logprobs, spans=[], calls=self.calls, notes=self.notes
-        )
+        generated = _partial(self, 0 if self.calls else end)
+        return msgspec.structs.replace(generated, calls=self.calls, notes=self.notes)
 
 
 def size_metrics(sample: SampledCompletion) -> dict[str, float]:
-    """Return metrics of the size of an episode."""
     return {
         "turns": float(sum(turn.role == "assistant" for turn in sample.turns)),
         "rows": float(max(1, len(sample.segments))),
@@ -165,12 +158,8 @@ class TrajectoryBuilder:
 
     def resumed(self, partial: Partial) -> Self:
         """Add what another generator sampled of this turn; ``generated`` continues from there."""
-        start = len(self.tokens)
-        tokens, logprobs = partial.tokens.numpy(), partial.logprobs.numpy()
-        self._append("assistant", tokens.tolist(), 1, logprobs.tolist())
-        add_spans(self.spans, partial.spans, start)
-        self._reason = "abort"
-        return self
+        tokens = partial.tokens.numpy().tolist()
+        return self.generated(Completion(tokens, partial.logprobs.numpy(), partial.spans, "abort"))
 
     def observed(self, ids: Sequence[int], role: str = "user") -> Self:
         """Add tokens that the policy read and did not sample: a user's turn, the answer of a tool."""

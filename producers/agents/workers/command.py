@@ -62,7 +62,6 @@ class CommandRunner:
                 log.warning("an episode's folder can't be removed", folder=str(folder), error=left)
 
     async def close(self) -> None:
-        """End all episodes."""
         self._closing.set()
         if self._jail is not None:
             await self._jail.close()
@@ -202,12 +201,4 @@ def _judge(
     else:
         kind = "returned"
     report = result if isinstance(result, dict) else {}
-    return AgentResult(
-        kind,
-        report.get("reward"),
-        report.get("turns", {}),
-        report.get("metrics", {}),
-        report.get("data", {}),
-        error,
-        error_type,
-    )
+    return AgentResult(kind, error=error, error_type=error_type, **report)

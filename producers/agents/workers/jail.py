@@ -1,6 +1,7 @@
 """The sandbox of agents that are programs: it can read the configuration's folder and write the file of its result."""
 
 import asyncio
+import functools
 import os
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -40,7 +41,8 @@ class AgentJail:
         self._settings = settings
         self._ours = find_interpreter()
         self._theirs = find_interpreter(str(settings.python)) if settings.python else find_interpreter()
-        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._folder = tempfile.TemporaryDirectory(prefix="tidemill-endpoint-")
+        self._socket = Path(self._folder.name) / "socket"
         self._server: asyncio.Server | None = None
         self._lock = asyncio.Lock()
 
@@ -52,27 +54,15 @@ class AgentJail:
             address = urlsplit(base_url)
             if address.scheme != "http" or address.hostname is None:
                 raise ConfigError(f"generator.agents.sandbox bwrap needs an endpoint with http, not {base_url}")
-            host, port = address.hostname, address.port or 80
-
-            async def carry(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-                try:
-                    there = await asyncio.open_connection(host, port)
-                except OSError:
-                    writer.close()
-                    return
-                await asyncio.gather(jail_relay.copy(reader, there[1]), jail_relay.copy(there[0], writer))
-
-            self._folder = tempfile.TemporaryDirectory(prefix="tidemill-endpoint-")
+            carry = jail_relay.relay(functools.partial(asyncio.open_connection, address.hostname, address.port or 80))
             self._server = await asyncio.start_unix_server(carry, self._socket)
             # Only sandboxes can enter its folder.
             self._socket.chmod(0o666)
 
     async def close(self) -> None:
-        """Close the way."""
         if self._server is not None:
             self._server.close()
-        if self._folder is not None:
-            self._folder.cleanup()
+        self._folder.cleanup()
 
     def command(
         self, command: Sequence[str], episode: Path, base_url: str, env: Mapping[str, str]
@@ -111,9 +101,3 @@ class AgentJail:
         shown = {name: value.replace(address.netloc, inside) for name, value in env.items()}
         shown |= {"PATH": ":".join(bins), "HOME": "/tmp", "TMPDIR": "/tmp"}
         return bwrap_command(program, limits, made, unique), shown
-
-    @property
-    def _socket(self) -> Path:
-        if self._folder is None:
-            raise RuntimeError("the way to the endpoint is not open")
-        return Path(self._folder.name) / "socket"

@@ -10,23 +10,14 @@ import asyncio
 import contextlib
 import os
 import sys
+from collections.abc import Awaitable, Callable
 
 _PART = 1 << 16
 
 
 async def main() -> int:
-    """Listen, and run the agent to its end."""
     path, port, folder, *command = sys.argv[1:]
-
-    async def carry(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        try:
-            there = await asyncio.open_unix_connection(path)
-        except OSError:
-            writer.close()
-            return
-        await asyncio.gather(copy(reader, there[1]), copy(there[0], writer))
-
-    server = await asyncio.start_server(carry, "127.0.0.1", int(port))
+    server = await asyncio.start_server(relay(lambda: asyncio.open_unix_connection(path)), "127.0.0.1", int(port))
     async with server:
         try:
             agent = await asyncio.create_subprocess_exec(*command, cwd=folder)
@@ -37,8 +28,23 @@ async def main() -> int:
     return code if code >= 0 else 128 - code
 
 
-async def copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Copy until one side ends."""
+def relay(
+    connect: Callable[[], Awaitable[tuple[asyncio.StreamReader, asyncio.StreamWriter]]],
+) -> Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]:
+    """Return what a server does with a connection: it is joined to one that ``connect`` opens."""
+
+    async def carry(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            there = await connect()
+        except OSError:
+            writer.close()
+            return
+        await asyncio.gather(_copy(reader, there[1]), _copy(there[0], writer))
+
+    return carry
+
+
+async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
     with contextlib.suppress(OSError):
         while data := await reader.read(_PART):
             writer.write(data)

@@ -4,18 +4,15 @@ from collections.abc import Awaitable, Callable
 
 from schemas.errors import DataError
 
+_Save = Callable[[], Awaitable[object]]
 MOST_BYTES = 1 << 20
 """The most bytes of all notes of one episode, which are handed over with it."""
-
-
-async def _stay_here() -> None:
-    """Store nothing: the notes stay in this process."""
 
 
 class Notes(dict[str, str]):
     """Results by name, each as JSON. save: returns when a generator that resumes the episode would find them."""
 
-    def __init__(self, notes: dict[str, str] | None = None, save: Callable[[], Awaitable[object]] = _stay_here) -> None:
+    def __init__(self, notes: dict[str, str] | None = None, save: _Save | None = None) -> None:
         super().__init__(notes or {})
         self._save = save
 
@@ -27,4 +24,5 @@ class Notes(dict[str, str]):
                 f"the results of once of one episode would have {size} bytes as JSON, the most is {MOST_BYTES}"
             )
         self[name] = value
-        await self._save()
+        if self._save is not None:
+            await self._save()

@@ -39,24 +39,14 @@ class _Cell:
 
 
 class AgentWorkers:
-    """Runs episodes of an agent, a function or class (``run``) or a program (``command``)::
-
-    workers = AgentWorkers(AgentProgram("agent.py:run", None, {}, base, settings))
-    await workers.start()
-    result = await workers.run(job)
-    await workers.close()
-    """
+    """Runs episodes of an agent, a function or class (``run``) or a program (``command``), from start to close."""
 
     keep_requests = False
 
     def __init__(
         self, agent: AgentProgram, clock: Callable[[], float] = time.monotonic, run_folder: Path | None = None
     ) -> None:
-        """clock: seconds for deadlines; it may stand still during a pause. run_folder: hidden from sandboxed agents.
-
-        ConfigError if a sandbox is set and the agent is a function, which runs outside of it.
-        """
-        agent.check_sandbox()
+        """clock: seconds for deadlines; it may stand still during a pause. run_folder: hidden from sandboxed agents."""
         self._agent = agent
         self._settings = agent.settings
         self._clock = clock
@@ -71,7 +61,7 @@ class AgentWorkers:
         """Start the processes. ConfigError if the agent can't be loaded, InfraError if they can't be started."""
         if self._commands is not None:
             return
-        self._slots = [self._start() for _ in range(self._settings.processes)]
+        self._slots = [asyncio.create_task(self._start()) for _ in range(self._settings.processes)]
         await asyncio.wait(self._slots)
         for slot in self._slots:
             if slot.exception() is not None:
@@ -131,16 +121,13 @@ class AgentWorkers:
                     cell.episodes += 1
                     return cell
             if len(self._cells) < _MOST_CELLS:
-                self._cells.append(_Cell(limit, self._start(), 1))
+                self._cells.append(_Cell(limit, asyncio.create_task(self._start()), 1))
                 return self._cells[-1]
             self._cell_left.clear()
             await self._cell_left.wait()
         raise InfraError("the agents' processes are closed")
 
-    def _start(self) -> asyncio.Task[AgentProcess]:
-        return asyncio.create_task(self._start_one())
-
-    async def _start_one(self) -> AgentProcess:
+    async def _start(self) -> AgentProcess:
         """Start a process, and retry if it is killed before it is ready, by hand or for lack of memory."""
         end, left = time.monotonic() + START_TIMEOUT_S, _STARTS
         while True:
@@ -158,7 +145,7 @@ class AgentWorkers:
             raise InfraError("the agents' processes are closed")
         for number, slot in enumerate(self._slots):
             if slot.done() and (slot.exception() is not None or not slot.result().usable):
-                self._slots[number] = self._start()
+                self._slots[number] = asyncio.create_task(self._start())
         ready = [slot.result() for slot in self._slots if slot.done()]
         if not ready:
             done, _ = await asyncio.wait(self._slots, return_when=asyncio.FIRST_COMPLETED)

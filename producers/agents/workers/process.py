@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Self
 
 import msgspec
@@ -58,28 +58,19 @@ class _RunningEpisode:
     notes: Notes
     done: asyncio.Future[AgentResult]
     until: float
+    told: Report
     timer: asyncio.TimerHandle | None = None
     ending: Kind | None = None
     heard: bool = False
-    reward: float | None = None
-    turn_rewards: dict[str, float] = field(default_factory=dict)
-    metrics: dict[str, float] = field(default_factory=dict)
-    data: dict[str, Any] = field(default_factory=dict)
 
     def finish(self, kind: Kind, error: str = "", error_type: str = "") -> None:
+        told = self.told
         if not self.done.done():
-            self.done.set_result(
-                AgentResult(kind, self.reward, self.turn_rewards, self.metrics, self.data, error, error_type)
-            )
+            self.done.set_result(AgentResult(kind, told.reward, told.turns, told.metrics, told.data, error, error_type))
 
 
 class AgentProcess:
-    """A worker process. ``usable`` turns False when it ends or an episode in it ignores its cancellation::
-
-    process = await AgentProcess.start(agent)
-    result = await process.play(job, notes)
-    await process.kill("closed")
-    """
+    """A worker process. ``usable`` turns False when it ends or an episode in it ignores its cancellation."""
 
     def __init__(
         self,
@@ -124,33 +115,28 @@ class AgentProcess:
         started = cls(process, reader, writer, clock)
         try:
             writer.write(setup + b"\n")
-            line = await asyncio.wait_for(reader.readline(), START_TIMEOUT_S)
-            reply = SAID.decode(line) if line else None
-        except TimeoutError:
-            await started.kill("slow")
-            raise InfraError(f"an agent's process was not ready within {START_TIMEOUT_S:g} s") from None
-        except (OSError, ValueError):
-            reply = None
-        except asyncio.CancelledError:
-            await started.kill("closed")
+            reply = SAID.decode(await asyncio.wait_for(reader.readline(), START_TIMEOUT_S))
+            if isinstance(reply, AgentRefused):
+                raise ConfigError(f"generator.workflow.args.run: {reply.error}")
+            if not isinstance(reply, AgentReady):
+                raise ValueError(reply)
+        except BaseException as error:
+            how = await started.kill("closed")
+            if isinstance(error, TimeoutError):
+                raise InfraError(f"an agent's process was not ready within {START_TIMEOUT_S:g} s") from None
+            if isinstance(error, OSError | ValueError):
+                raise InfraError(f"an agent's process did not start: {how}") from error
             raise
-        if isinstance(reply, AgentRefused):
-            await started.kill("refused")
-            raise ConfigError(f"generator.workflow.args.run: {reply.error}")
-        if not isinstance(reply, AgentReady):
-            raise InfraError(f"an agent's process did not start: {await started.kill('wrong')}")
         started._listening = asyncio.create_task(started._listen())
         started._watching = asyncio.create_task(started._watch())
         return started
 
     @property
     def load(self) -> int:
-        """The number of episodes in the process."""
         return len(self._episodes)
 
     @property
     def usable(self) -> bool:
-        """Whether the process takes new episodes."""
         return self._killing is None and not self._worn
 
     async def play(self, job: AgentJob, notes: Notes) -> AgentResult:
@@ -161,7 +147,7 @@ class AgentProcess:
         self._count += 1
         number = self._count
         until = self._clock() + job.deadline_s
-        episode = self._episodes[number] = _RunningEpisode(job, notes, loop.create_future(), until)
+        episode = self._episodes[number] = _RunningEpisode(job, notes, loop.create_future(), until, Report(number))
         self._send(
             Begin(
                 episode=number,
@@ -197,8 +183,8 @@ class AgentProcess:
 
     async def kill(self, reason: str) -> str:
         """Kill the process with all its children; its episodes end as ``neighbour``. Returns how it ended."""
-        how = await self._kill()
-        for _, episode in self._take_all():
+        how, episodes = await self._kill()
+        for _, episode in episodes:
             episode.finish(episode.ending or "neighbour", reason)
         return how
 
@@ -231,9 +217,8 @@ class AgentProcess:
 
     async def _kill_stuck(self, blocked: Blocked | None) -> None:
         """Kill a blocked process, and attribute the fault to an episode, if known."""
-        await self._kill()
         culprit = blocked.episode if blocked else None
-        for number, episode in self._take_all():
+        for number, episode in (await self._kill())[1]:
             if blocked is not None and number == culprit:
                 error = f"it blocked the event loop of its process for {blocked.seconds:.0f} s, in {blocked.where}"
                 episode.finish(episode.ending or "died", error)
@@ -257,7 +242,8 @@ class AgentProcess:
         # An event loop keeps no reference to its tasks.
         self._ending = asyncio.ensure_future(work)
 
-    async def _kill(self) -> str:
+    async def _kill(self) -> tuple[str, list[tuple[int, _RunningEpisode]]]:
+        """Kill the process; returns how it ended, and the episodes that were in it, for the caller to end."""
         if self._killing is None:
             self._killing = asyncio.create_task(asyncio.to_thread(self._process.kill))
             for task in (self._listening, self._watching):
@@ -265,22 +251,18 @@ class AgentProcess:
                     task.cancel()
         how = await asyncio.shield(self._killing)
         self._writer.close()
-        return how
-
-    def _take_all(self) -> list[tuple[int, _RunningEpisode]]:
-        taken = list(self._episodes.items())
-        self._episodes.clear()
-        return taken
+        taken, self._episodes = list(self._episodes.items()), {}
+        return how, taken
 
     async def _listen(self) -> None:
+        wrong = ""
         try:
             while line := await self._reader.readline():
                 self._obey(SAID.decode(line))
-            wrong = ""
         except (msgspec.MsgspecError, ValueError):
             wrong = "it sent an invalid message"
         except OSError:
-            wrong = ""
+            pass
         self._listening = None
         self._keep_task(self._bury(wrong))
 
@@ -301,9 +283,8 @@ class AgentProcess:
 
     async def _bury(self, wrong: str) -> None:
         """End the episodes of a process that ended by itself or sent an invalid message."""
-        how = wrong or await self._kill()
-        await self._kill()
-        episodes = self._take_all()
+        ended, episodes = await self._kill()
+        how = wrong or ended
         culprit = self._leaving.episode if self._leaving is not None else None
         if self._leaving is not None:
             how = f"{how}, {self._leaving.how}"
@@ -344,21 +325,22 @@ class AgentProcess:
             # If the loop is still blocked, the process reports it again within a second.
             self._blocked = None
         elif isinstance(message, Report):
-            episode.reward = episode.reward if message.reward is None else message.reward
-            episode.turn_rewards.update(message.turns)
-            episode.metrics.update(message.metrics)
-            episode.data.update(message.data)
+            told = episode.told
+            told.reward = told.reward if message.reward is None else message.reward
+            told.turns.update(message.turns)
+            told.metrics.update(message.metrics)
+            told.data.update(message.data)
         elif isinstance(message, AgentNote):
             self._keeping.add(keeping := asyncio.create_task(self._keep_note(episode, message)))
             keeping.add_done_callback(self._keeping.discard)
 
     async def _keep_note(self, episode: _RunningEpisode, note: AgentNote) -> None:
+        problem = ""
         try:
             await episode.notes.keep(note.name, note.value)
         except DataError as error:
-            self._send(NoteKept(note.note, str(error)))
-        else:
-            self._send(NoteKept(note.note))
+            problem = str(error)
+        self._send(NoteKept(note.note, problem))
 
     def _finish(self, episode: _RunningEpisode, ended: Ended) -> None:
         if episode.ending is not None:

@@ -32,13 +32,13 @@ class AgentResult:
 
     kind: died: its own process died, or it blocked the others of its process; neighbour: its process had to be killed
     for another episode, so it restarts and pays no attempt for it; unrewarded: no user gave a reward in time. reward,
-    turn_rewards (by completion id), metrics and data are those that the agent reported by then. error: one line;
+    turns (rewards by completion id), metrics and data are those that the agent reported by then. error: one line;
     error_type: full name of the exception.
     """
 
     kind: Kind
     reward: float | None = None
-    turn_rewards: dict[str, float] = field(default_factory=dict)
+    turns: dict[str, float] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
     data: dict[str, Any] = field(default_factory=dict)
     error: str = ""

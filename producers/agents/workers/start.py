@@ -25,7 +25,8 @@ CHECK_TIMEOUT_S = 20.0
 class AgentProgram:
     """A user's agent: a function or a class (``run``) that is built with ``args``, or a program (``command``).
 
-    base: folder of the configuration.
+    base: folder of the configuration. ConfigError if a sandbox is set and the agent is a function, which would run
+    outside of it.
     """
 
     run: str | None
@@ -34,8 +35,7 @@ class AgentProgram:
     base: Path
     settings: AgentsConfig
 
-    def check_sandbox(self) -> None:
-        """Raise ConfigError if a sandbox is set and the agent is a function, which would run outside of it."""
+    def __post_init__(self) -> None:
         if self.settings.sandbox != "none" and not self.command:
             raise ConfigError(
                 "generator.agents.sandbox holds for agents that are programs: give generator.workflow.args.command"
@@ -69,7 +69,6 @@ def check_agent(agent: AgentProgram) -> None:
     It is imported in its own process, but neither built nor called; of a command, only the program is looked up.
     """
     run, command, settings = agent.run, agent.command, agent.settings
-    agent.check_sandbox()
     if settings.sandbox != "none":
         choose(settings.sandbox)
     if command:
@@ -82,15 +81,11 @@ def check_agent(agent: AgentProgram) -> None:
     except OSError as error:
         raise ConfigError(f"generator.workflow.args.run: {run} cannot be checked: {error}") from error
     try:
-        line = process.ask(setup, CHECK_TIMEOUT_S)
-    except OSError:
-        line = b""
+        reply = SAID.decode(process.ask(setup, CHECK_TIMEOUT_S))
+    except (OSError, ValueError):
+        reply = None
     finally:
         how = process.kill()
-    try:
-        reply = SAID.decode(line)
-    except ValueError:
-        reply = None
     if isinstance(reply, AgentRefused):
         raise ConfigError(f"generator.workflow.args.run: {reply.error}")
     if not isinstance(reply, AgentReady):

@@ -45,6 +45,20 @@ class ParsedAnswer:
         return message
 
 
+@dataclass(frozen=True)
+class AnswerParts:
+    """The parts that a parser found in an answer.
+
+    calls: (name, arguments as JSON text, the parser's own id). content: text outside of calls, with those that can't be
+    read, which ``failures`` counts.
+    """
+
+    content: str | None
+    calls: list[tuple[str, str, str | None]]
+    failures: int = 0
+    reasoning: str | None = None
+
+
 def call_id(prompt_ids: Sequence[int], ids: Sequence[int], number: int) -> str:
     """Return the id of a tool call: the same for the same prompt and answer, so that an episode can be replayed.
 

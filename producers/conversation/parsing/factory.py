@@ -1,16 +1,16 @@
 """The parser of a run's answers, built from the names in ``generator.agents``: ours, vLLM's, or one of each."""
 
-from __future__ import annotations
-
 import difflib
 import json
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
 from producers.conversation.parsing.answers import ParsedAnswer, ToolCall, call_id
 from producers.conversation.parsing.own import THINK, read_tool_calls, split_reasoning
 from producers.conversation.parsing.vllm_parsers import VllmParsers, vllm_names
+from producers.engines.factory import engine_name
 from producers.tokenizer import HfTokenizer
+from schemas.config import GeneratorConfig
 from schemas.errors import ConfigError
 
 OWN = {"tool_parser": ["hermes"], "reasoning_parser": ["qwen3"]}
@@ -20,46 +20,44 @@ OWN = {"tool_parser": ["hermes"], "reasoning_parser": ["qwen3"]}
 def check_parsers(tool_parser: str, reasoning_parser: str | None, vllm: bool) -> None:
     """Raise ConfigError, one line, for an unknown name. vllm: the engine is vllm. Imports nothing."""
     for setting, name in (("tool_parser", tool_parser), ("reasoning_parser", reasoning_parser)):
-        if name is not None and name not in OWN[setting]:
-            _check_foreign(setting, name, vllm)
-
-
-def _check_foreign(setting: str, name: str, vllm: bool) -> None:
-    own = ", ".join(OWN[setting])
-    theirs = vllm_names(setting)
-    names = sorted({*OWN[setting], *(theirs or [])})
-    if vllm and (theirs is None or name in names):
-        return
-    if name in names:
-        raise ConfigError(f"generator.agents.{setting} {name} is one of vLLM's and needs generator.engine vllm: {own}")
-    close = difflib.get_close_matches(name, names, n=1)
-    hint = f" (did you mean {close[0]!r}?)" if close else ""
-    allowed = ", ".join(names) if vllm else f"{own}, and with generator.engine vllm those of vLLM"
-    raise ConfigError(f"unknown generator.agents.{setting} {name!r}{hint}: one of {allowed}")
-
-
-def make_parser(tool_parser: str, reasoning_parser: str | None, tokenizer: HfTokenizer, vllm: bool) -> AnswerParser:
-    """Build the parser of these names. vllm: the engine is vllm, so its parsers may be loaded, which takes seconds.
-
-    ConfigError names the allowed values, or why vLLM can't use the parser with this tokenizer.
-    """
-    check_parsers(tool_parser, reasoning_parser, vllm)
-    return AnswerParser(tokenizer, tool_parser, reasoning_parser)
+        if name is None or name in OWN[setting]:
+            continue
+        own, theirs = ", ".join(OWN[setting]), vllm_names(setting)
+        names = sorted({*OWN[setting], *(theirs or [])})
+        if vllm and (theirs is None or name in names):
+            continue
+        if name in names:
+            raise ConfigError(
+                f"generator.agents.{setting} {name} is one of vLLM's and needs generator.engine vllm: {own}"
+            )
+        close = difflib.get_close_matches(name, names, n=1)
+        hint = f" (did you mean {close[0]!r}?)" if close else ""
+        allowed = ", ".join(names) if vllm else f"{own}, and with generator.engine vllm those of vLLM"
+        raise ConfigError(f"unknown generator.agents.{setting} {name!r}{hint}: one of {allowed}")
 
 
 class AnswerParser:
     """A parser that splits off the reasoning, then the tool calls; each by our code or vLLM's.
 
+    vllm: the engine is vllm, so its parsers may be loaded, which takes seconds. ConfigError names the allowed values,
+    or why vLLM can't use a parser with this tokenizer.
     It has no state: calls may overlap in threads, and the same ids give the same answer.
     """
 
-    def __init__(self, tokenizer: HfTokenizer, tool_parser: str, reasoning_parser: str | None) -> None:
+    def __init__(self, tool_parser: str, reasoning_parser: str | None, tokenizer: HfTokenizer, vllm: bool) -> None:
+        check_parsers(tool_parser, reasoning_parser, vllm)
         self._tokenizer = tokenizer
         self._own_calls = tool_parser in OWN["tool_parser"]
         self._own_reasoning = reasoning_parser in OWN["reasoning_parser"]
         tools = None if self._own_calls else tool_parser
         reasoning = None if self._own_reasoning else reasoning_parser
         self._vllm = VllmParsers(tokenizer.hf, tools, reasoning) if tools or reasoning else None
+
+    @classmethod
+    def of(cls, settings: GeneratorConfig, tokenizer: HfTokenizer) -> Self:
+        """Build the parser of a generator's settings."""
+        agents, vllm = settings.agents, engine_name(settings.engine) == "vllm"
+        return cls(agents.tool_parser, agents.reasoning_parser, tokenizer, vllm)
 
     def parse(
         self,
@@ -85,25 +83,25 @@ class AnswerParser:
         if self._own_reasoning:
             opened = self._tokenizer.decode_all(prompt_ids[-8:]).rstrip().endswith(THINK)
             reasoning, content = split_reasoning(text, opened)
-        calls: list[ToolCall] = []
+        readable: list[tuple[str, str, str | None]] = []
         failures = 0
         may_call = bool(tools) and not cut
         if self._vllm is not None and content is not None:
-            answer = self._vllm.parse(content, ids, tools or [], prompt_ids, template_args or {}, may_call)
-            reasoning = answer.reasoning if reasoning is None else reasoning
-            readable = [call for call in answer.calls if _is_readable(call[0], call[1], names)]
-            failures = answer.errors + len(answer.calls) - len(readable)
-            calls = [
-                ToolCall(_keep_id(own, text) or call_id(prompt_ids, ids, number), name, arguments)
-                for number, (name, arguments, own) in enumerate(readable)
-            ]
+            parts = self._vllm.parse(content, ids, tools or [], prompt_ids, template_args or {}, may_call)
+            reasoning = parts.reasoning if reasoning is None else reasoning
+            readable = [call for call in parts.calls if _is_readable(call[0], call[1], names)]
+            failures = parts.failures + len(parts.calls) - len(readable)
             # The position of a call in the text is unknown: if no call can be read, the whole text is kept.
-            if readable or not answer.calls:
-                content = answer.content
+            if readable or not parts.calls:
+                content = parts.content
         if self._own_calls and may_call and content is not None:
             parts = read_tool_calls(content, names)
-            content, failures = parts.content or None, failures + parts.failures
-            calls = [ToolCall(call_id(prompt_ids, ids, k), *call) for k, call in enumerate(parts.calls)]
+            content, readable, failures = parts.content or None, parts.calls, failures + parts.failures
+        # Some policies, as Kimi K2, write the ids themselves; other ids from vLLM are random.
+        calls = [
+            ToolCall(own if own and own in text else call_id(prompt_ids, ids, number), name, arguments)
+            for number, (name, arguments, own) in enumerate(readable)
+        ]
         if calls and content is not None and not content.strip():
             content = None
         return ParsedAnswer(content, reasoning, calls, text, failures)
@@ -114,8 +112,3 @@ def _is_readable(name: str, arguments: str, names: Collection[str] | None) -> bo
         return (names is None or name in names) and isinstance(json.loads(arguments), dict)
     except (ValueError, RecursionError):
         return False
-
-
-def _keep_id(own: str | None, text: str) -> str | None:
-    """Return an id that the policy wrote itself, as Kimi K2 does; other ids from vLLM are random."""
-    return own if own and own in text else None

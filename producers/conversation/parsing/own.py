@@ -12,22 +12,13 @@ The arguments stay the sampled text, so an agent that sends them back unchanged 
 
 import json
 from collections.abc import Collection
-from dataclasses import dataclass
 from typing import Any
 
+from producers.conversation.parsing.answers import AnswerParts
 from schemas.errors import printable
 
 CALL, CALL_END = "<tool_call>", "</tool_call>"
 THINK, THINK_END = "<think>", "</think>"
-
-
-@dataclass(frozen=True)
-class TextParts:
-    """content: text outside of calls. calls: (name, arguments as JSON text). failures: calls that can't be read."""
-
-    content: str
-    calls: list[tuple[str, str]]
-    failures: int = 0
 
 
 def split_reasoning(text: str, opened: bool) -> tuple[str | None, str | None]:
@@ -48,26 +39,26 @@ def split_reasoning(text: str, opened: bool) -> tuple[str | None, str | None]:
     return inner.strip("\n") or None, content or None
 
 
-def read_tool_calls(text: str, names: Collection[str] | None) -> TextParts:
+def read_tool_calls(text: str, names: Collection[str] | None) -> AnswerParts:
     """Find all calls in ``text``. names: of the available tools, None for any name.
 
     A call needs a name and an object of arguments in one valid JSON object; its closing marker may be missing at the
     end of the text, as in vLLM. Unreadable calls stay content.
     """
     content: list[str] = []
-    calls: list[tuple[str, str]] = []
+    calls: list[tuple[str, str, str | None]] = []
     at, failures = 0, 0
     while (start := text.find(CALL, at)) >= 0:
         content.append(text[at:start])
         call, end = _read_call(text, start + len(CALL))
         if call is not None and (names is None or call[0] in names):
-            calls.append(call)
+            calls.append((*call, None))
         else:
             failures += 1
             content.append(text[start:end])
         at = end
     content.append(text[at:])
-    return TextParts("".join(part for part in content if not calls or part.strip()), calls, failures)
+    return AnswerParts("".join(part for part in content if not calls or part.strip()), calls, failures)
 
 
 def _read_call(text: str, start: int) -> tuple[tuple[str, str] | None, int]:

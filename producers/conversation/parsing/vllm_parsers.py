@@ -9,10 +9,10 @@ import json
 import logging
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from producers.conversation.parsing.answers import AnswerParts
 from producers.engines.vllm.arguments import parse_source, vllm_file
 from schemas.errors import ConfigError, describe_error
 
@@ -38,16 +38,6 @@ def read_parser_names(file: Path | None) -> list[str] | None:
             if isinstance(target, ast.Name) and target.id.endswith("_PARSERS_TO_REGISTER"):
                 return sorted(str(key.value) for key in node.value.keys if isinstance(key, ast.Constant))
     return None
-
-
-@dataclass(frozen=True)
-class VllmAnswer:
-    """An answer as vLLM parses it. calls: (name, arguments, vLLM's id). errors: logged by the parser, not raised."""
-
-    reasoning: str | None
-    content: str | None
-    calls: list[tuple[str, str, str | None]]
-    errors: int = 0
 
 
 class VllmParsers:
@@ -88,8 +78,11 @@ class VllmParsers:
         prompt_ids: Sequence[int],
         template_args: Mapping[str, Any],
         may_call: bool,
-    ) -> VllmAnswer:
-        """Parse one answer, which has tool calls only if it ``may_call``. Exceptions of the parser count as errors."""
+    ) -> AnswerParts:
+        """Parse one answer, which has tool calls only if it ``may_call``.
+
+        What the parser raises, or only logs as an error, counts as a failure.
+        """
         from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 
         _ERRORS.heard.count = 0
@@ -105,8 +98,8 @@ class VllmParsers:
             plain_calls = [(call.name, _plain(call.arguments), call.id) for call in calls or []]
         except Exception as error:  # noqa: BLE001 - their code: each parser has its own way to fail on odd text
             log.warning("a parser of vllm's failed: %s", describe_error(error))
-            return VllmAnswer(None, text or None, [], 1)
-        return VllmAnswer(reasoning or None, content or None, plain_calls, _ERRORS.heard.count)
+            return AnswerParts(text or None, [], 1)
+        return AnswerParts(content or None, plain_calls, _ERRORS.heard.count, reasoning or None)
 
 
 def _plain(arguments: Any) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
 import functools
 import math
@@ -65,7 +66,7 @@ class EnvironmentLoop:
     history: bool = True
 
     def __post_init__(self) -> None:
-        self._environment: Any = None
+        self._make: Any = None
         self._worker: EnvironmentWorker | None = None
         self._parts: LoopParts | None = None
 
@@ -87,8 +88,9 @@ class EnvironmentLoop:
             python = None if self.python is None else _interpreter(self.python, base)
             self._worker = EnvironmentWorker(name, base, python, services.config.generator.agents.env)
             await self._worker.start()
+            self._make = functools.partial(self._worker.open, self.args or {})
         else:
-            self._environment = _find_environment(self.environment, self.args or {}, base)
+            self._make = _find_environment(self.environment, self.args or {}, base)
         self._parts = await LoopParts.create(services)
 
     async def close(self) -> None:
@@ -106,15 +108,12 @@ class EnvironmentLoop:
         rewards: list[float] = []
         environment: Any = None
         try:
-            if self._worker is not None:
-                environment = await self._use(episode, "__init__", self._worker.open, self.args or {})
-            else:
-                environment = await self._use(episode, "__init__", self._environment)
+            environment = await self._use(episode, "__init__", self._make)
             task = describe_task(rollout.task, index, rollout.files)
             begun = await self._use(episode, "reset", environment.reset, task)
             if isinstance(begun, dict) and "type" not in begun:
                 turn = await asyncio.to_thread(read_turn, begun, "reset")
-                await self._play_turns(episode, environment, turn, rewards)
+                await self._play_turns(episode, environment, turn, rewards, self._parts.settings.train)
             else:
                 messages = await asyncio.to_thread(begin, episode.first_messages(), begun)
                 await self._steps(episode, environment, messages, rewards)
@@ -141,12 +140,13 @@ class EnvironmentLoop:
             else:
                 messages = await asyncio.to_thread(begin, episode.first_messages(), observed)
 
-    async def _play_turns(self, episode: Episode, environment: Any, turn: PlayerTurn, rewards: list[float]) -> None:
+    async def _play_turns(
+        self, episode: Episode, environment: Any, turn: PlayerTurn, rewards: list[float], trained: list[str] | None
+    ) -> None:
         """Play a game of several players, all of them the policy: each has its own conversation and rows."""
         told: dict[str, list[Message]] = {}
         calls: dict[str, int] = {}
         earned: dict[int, float] = defaultdict(float)
-        trained = episode.trained
         while not turn.done:
             if turn.player not in told:
                 told[turn.player] = await asyncio.to_thread(begin, episode.first_messages(), turn.text)
@@ -204,7 +204,7 @@ def begin(messages: list[Message], observed: Any) -> list[Message]:
     """Return the first prompt: the task's with the first observation, or the messages that ``reset`` returned."""
     if observed is None:
         return messages
-    if isinstance(observed, list) and observed and all(_is_message(message) for message in observed):
+    if isinstance(observed, list) and observed and all(map(_is_message, observed)):
         contents = [content_of(message["content"]) for message in observed]
         if None not in contents:
             return [{**message, "content": content} for message, content in zip(observed, contents, strict=True)]
@@ -251,21 +251,15 @@ def read_turn(result: Any, method: str) -> PlayerTurn:
 
 def read_step(result: Any) -> tuple[Content, float | None, bool]:
     """Read the result of ``step``: observation, reward (or None), and whether the episode ended. DataError if not."""
-    seen: Content | None = None
-    reward = done = None
-    try:
+    with contextlib.suppress(TypeError, ValueError):
         observed, reward, done = result
-        seen = content_of(observed)
-        reward = None if reward is None else float(reward)
-        done = bool(done)
-    except (TypeError, ValueError):
-        done = None
-    if done is None or (seen is None and not done) or (reward is not None and not is_reward(reward)):
-        raise DataError(
-            f"step must return (text or images, reward, done), a reward {REWARD_RANGE} or None; it returned"
-            f" {printable(repr(result))[:200]}"
-        )
-    return seen or "", reward, done
+        seen, reward, done = content_of(observed), None if reward is None else float(reward), bool(done)
+        if (seen is not None or done) and (reward is None or is_reward(reward)):
+            return seen or "", reward, done
+    raise DataError(
+        f"step must return (text or images, reward, done), a reward {REWARD_RANGE} or None; it returned"
+        f" {printable(repr(result))[:200]}"
+    )
 
 
 def _is_message(message: Any) -> bool:

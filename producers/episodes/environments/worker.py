@@ -78,11 +78,9 @@ class RemoteEnvironment:
         self._process, self._episode = process, episode
 
     async def reset(self, task: dict[str, Any]) -> Any:
-        """Call the environment there."""
         return await self.call("reset", [task])
 
     async def step(self, text: str) -> Any:
-        """Call the environment there."""
         return await self.call("step", [text])
 
     async def close(self) -> None:

@@ -5,13 +5,14 @@ import inspect
 import json
 import typing
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractAsyncContextManager
 from typing import Any, Protocol, TypeVar
 
 import pydantic
 
 from producers.conversation.images import Content, content_of
+from producers.conversation.messages import function_schema
 from producers.episodes.user_code import DeadlineExceeded, call_user
 from schemas.errors import ConfigError, DataError, describe_error, printable
 
@@ -61,6 +62,15 @@ def read_arguments(model: type[M], arguments: str, name: str) -> M:
         raise ToolError(f"wrong arguments of {name}: {wrong}") from error
 
 
+def read_settings(model: type[M], settings: Mapping[str, Any] | None, where: str) -> M:
+    """Read the settings of a source; ConfigError, which begins with ``where``, names the first that is wrong."""
+    try:
+        return model.model_validate(settings or {})
+    except pydantic.ValidationError as error:
+        wrong = error.errors()[0]
+        raise ConfigError(f"{where}.{'.'.join(map(str, wrong['loc']))}: {wrong['msg']}") from error
+
+
 class FunctionTool:
     """A function, ``async`` or not, by its name.
 
@@ -78,14 +88,7 @@ class FunctionTool:
             parameters = self._arguments.model_json_schema()
         except pydantic.errors.PydanticUserError as error:
             raise ConfigError(f"{where}: its parameters have no JSON schema: {describe_error(error)}") from error
-        self.schema: dict[str, Any] = {
-            "type": "function",
-            "function": {
-                "name": self.name,
-                "description": inspect.getdoc(function) or "",
-                "parameters": _without_titles(parameters),
-            },
-        }
+        self.schema = function_schema(self.name, inspect.getdoc(function) or "", _without_titles(parameters))
 
     async def call(self, arguments: str, timeout_s: float) -> Content:
         """Return the result: text or images, all else as JSON. ToolError for wrong arguments, or if it fails.

@@ -20,7 +20,8 @@ import pydantic
 import structlog
 
 from producers.conversation.images import Content, image_part
-from producers.episodes.tools.functions import Tool, ToolError, ToolLost, ToolSource
+from producers.conversation.messages import function_schema
+from producers.episodes.tools.functions import Tool, ToolError, ToolLost, ToolSource, read_settings
 from schemas.errors import ConfigError, describe_error, first_error, printable
 from schemas.system.guarded_process import environment
 
@@ -46,11 +47,7 @@ class McpSource(ToolSource):
     """The tools of one server. ConfigError for a wrong setting."""
 
     def __init__(self, settings: Mapping[str, Any] | None, base: Path, where: str) -> None:
-        try:
-            self._settings = McpSettings.model_validate(settings or {})
-        except pydantic.ValidationError as error:
-            wrong = error.errors()[0]
-            raise ConfigError(f"{where}: mcp.{'.'.join(map(str, wrong['loc']))}: {wrong['msg']}") from error
+        self._settings = read_settings(McpSettings, settings, f"{where}: mcp")
         if (self._settings.command is None) == (self._settings.url is None):
             raise ConfigError(f"{where}: mcp needs a command or a url, such as mcp: {{command: [python, server.py]}}")
         if importlib.util.find_spec("mcp") is None:
@@ -87,7 +84,6 @@ class McpSource(ToolSource):
             self._shared = connection
 
     async def close(self) -> None:
-        """End the connection that all episodes share."""
         if self._shared is not None:
             await self._shared.close()
 
@@ -103,8 +99,6 @@ class McpSource(ToolSource):
 
 
 class McpTool:
-    """A tool of a server."""
-
     def __init__(self, connection: _Connection, name: str) -> None:
         self._connection, self._name = connection, name
 
@@ -128,23 +122,19 @@ class McpTool:
                 result = await session.call_tool(self._name, values)
         except TimeoutError:
             raise ToolError(f"{self._name} took longer than {timeout_s:g} s") from None
-        except MCPError as error:
-            if error.error.code != CONNECTION_CLOSED:
+        except Exception as error:  # a user's server: however it fails, the connection is of no use
+            if not isinstance(error, MCPError):
+                log.warning("a call of an MCP tool failed", tool=self._name, reason=describe_error(error))
+            elif error.error.code != CONNECTION_CLOSED:
                 raise ToolError(str(error)) from error
-            await self._lose(session)
-        except Exception as error:  # noqa: BLE001 - a user's server: however it fails, the connection is of no use
-            log.warning("a call of an MCP tool failed", tool=self._name, reason=describe_error(error))
-            await self._lose(session)
+            await self._connection.drop(session)
+            raise ToolError(f"the connection to the server of {self._name} was lost during the call") from None
         if result.is_error:
             raise ToolError(printable("\n".join(_text(block) for block in result.content)) or "the tool failed")
-        parts = [_image(block) or {"type": "text", "text": printable(_text(block))} for block in result.content]
+        parts = [_part(block) for block in result.content]
         if any(part["type"] != "text" for part in parts):
             return parts
         return "\n".join(part["text"] for part in parts)
-
-    async def _lose(self, session: Any) -> None:
-        await self._connection.drop(session)
-        raise ToolError(f"the connection to the server of {self._name} was lost during the call") from None
 
 
 class _Connection:
@@ -190,7 +180,6 @@ class _Connection:
                 await self._end()
 
     async def close(self) -> None:
-        """End the session."""
         async with self._lock:
             await self._end()
 
@@ -242,8 +231,7 @@ async def _list_tools(session: Any) -> dict[str, dict[str, Any]]:
     while True:
         page = await session.list_tools(params=params)
         for tool in page.tools:
-            told = {"name": tool.name, "description": tool.description or "", "parameters": tool.input_schema}
-            found[tool.name] = {"type": "function", "function": told}
+            found[tool.name] = function_schema(tool.name, tool.description or "", tool.input_schema)
         if not page.next_cursor:
             return found
         from mcp_types import PaginatedRequestParams
@@ -251,11 +239,10 @@ async def _list_tools(session: Any) -> dict[str, dict[str, Any]]:
         params = PaginatedRequestParams(cursor=page.next_cursor)
 
 
-def _image(block: Any) -> dict[str, Any] | None:
-    """Return a block of a result as a part of content, if it is an image."""
-    if getattr(block, "type", None) != "image":
-        return None
-    return image_part(f"data:{block.mime_type};base64,{block.data}")
+def _part(block: Any) -> dict[str, Any]:
+    if getattr(block, "type", None) == "image":
+        return image_part(f"data:{block.mime_type};base64,{block.data}")
+    return {"type": "text", "text": printable(_text(block))}
 
 
 def _text(block: Any) -> str:

@@ -24,7 +24,6 @@ class TooLong(BaseException):
 
 
 def main() -> None:
-    """Serve requests until stdin ends."""
     timeout_s, longest = float(sys.argv[1]), int(sys.argv[2])
     requests, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)

@@ -10,9 +10,10 @@ from typing import Any
 
 import pydantic
 
+from producers.conversation.messages import function_schema
 from producers.episodes.tools import python_server
-from producers.episodes.tools.functions import Tool, ToolError, ToolLost, ToolSource, read_arguments
-from schemas.errors import ConfigError, InfraError
+from producers.episodes.tools.functions import Tool, ToolError, ToolLost, ToolSource, read_arguments, read_settings
+from schemas.errors import InfraError
 from schemas.system.sandbox.jail import Sandbox, choose
 from schemas.system.sandbox.limits import Interpreter, Limits, find_interpreter
 from schemas.system.sandbox.process import Running
@@ -39,11 +40,7 @@ class PythonSource(ToolSource):
     """Interpreters of the tool ``python``. ConfigError for a wrong setting, or a sandbox that does not work here."""
 
     def __init__(self, settings: Mapping[str, Any] | None, where: str) -> None:
-        try:
-            self._settings = PythonSettings.model_validate(settings or {})
-        except pydantic.ValidationError as error:
-            wrong = error.errors()[0]
-            raise ConfigError(f"{where}: python.{'.'.join(map(str, wrong['loc']))}: {wrong['msg']}") from error
+        self._settings = read_settings(PythonSettings, settings, f"{where}: python")
         self._sandbox = choose(self._settings.sandbox)
         self._python = find_interpreter(self._settings.python)
         description = (
@@ -52,12 +49,10 @@ class PythonSource(ToolSource):
         )
         code = {"type": "string", "description": "The code to run."}
         parameters = {"type": "object", "properties": {"code": code}, "required": ["code"]}
-        function = {"name": _NAME, "description": description, "parameters": parameters}
-        self.schemas = {_NAME: {"type": "function", "function": function}}
+        self.schemas = {_NAME: function_schema(_NAME, description, parameters)}
 
     @asynccontextmanager
     async def open(self) -> AsyncIterator[dict[str, Tool]]:
-        """Open the tool for one episode."""
         tool = PythonTool(self._sandbox, self._python, self._settings)
         try:
             yield {_NAME: tool}

@@ -30,7 +30,6 @@ class FunctionSource(ToolSource):
             self._tools[tool.name], self.schemas[tool.name] = tool, tool.schema
 
     def open(self) -> AbstractAsyncContextManager[dict[str, Tool]]:
-        """Return all functions."""
         return nullcontext(self._tools)
 
 
@@ -66,7 +65,6 @@ class ToolBox:
 
     @asynccontextmanager
     async def open(self) -> AsyncIterator[dict[str, Tool]]:
-        """Open the tools for one episode."""
         async with AsyncExitStack() as stack:
             tools: dict[str, Tool] = {}
             for source in self._sources:
@@ -74,7 +72,6 @@ class ToolBox:
             yield tools
 
     async def close(self) -> None:
-        """End all sources."""
         for source in self._sources:
             await source.close()
 

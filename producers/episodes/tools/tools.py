@@ -130,8 +130,12 @@ class Tools:
         try:
             if tool is None:
                 raise ToolError(f"there is no tool {call.name}; there are: {', '.join(tools)}")
-            found = await tool.call(call.arguments, self.timeout_s)
-            shown = await self._show(episode, found, call.name)
+            found, images = await tool.call(call.arguments, self.timeout_s), episode.conversation.images
+            shown = found if images.can_be_shown else name_images(found)
+            try:
+                shown = await asyncio.to_thread(images.resolve_content, shown, f"the result of {call.name}")
+            except DataError as error:
+                raise ToolError(str(error)) from error
             return map_texts(shown, lambda text: shorten(text, self.longest_result))
         except ToolError as error:
             reason = str(error)
@@ -143,14 +147,6 @@ class Tools:
             reason = describe_error(error)
         episode.count("tool_errors")
         return shorten(f"error: {reason}", self.longest_result)
-
-    async def _show(self, episode: Episode, found: Content, name: str) -> Content:
-        images = episode.conversation.images
-        shown = found if images.can_be_shown else name_images(found)
-        try:
-            return await asyncio.to_thread(images.resolve_content, shown, f"the result of {name}")
-        except DataError as error:
-            raise ToolError(str(error)) from error
 
 
 def shorten(text: str, longest: int) -> str:

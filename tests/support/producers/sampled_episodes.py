@@ -188,8 +188,7 @@ class Stage:
         """Play one episode of a client with these habits."""
         async with self._turn:
             parser = AskedParser(self._tokenizer.decode)
-            encode, longest = self._tokenizer.encode, self._tokenizer.longest_token
-            policy = PolicyHandle(self._engine, parser, self._places, self._max_length, 99, encode, longest)
+            policy = PolicyHandle(self._engine, parser, self._places, self._max_length, 99, self._tokenizer)
             self._number += 1
             sampling = Sampling(max_tokens=LONGEST)
             task = Task(task_id=self._number, kind="train", n=1, text="x", sampling=sampling)
@@ -202,7 +201,7 @@ class Stage:
             finally:
                 self._sessions.end(session)
             found = session.conversation.sample(0, "stop", reward=float(self._number % 3))
-            why = list(session.counts.begun.elements())
+            why = list(session.begun.elements())
             return Episode(found.to_trajectory(task, "run", "generator"), delivered, why)
 
 

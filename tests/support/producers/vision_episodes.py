@@ -104,9 +104,7 @@ async def play_vision_episodes(
         own, files = ([task_image], {task_image.digest: body}) if has_own else ([], {})
         images = EpisodeImages(ImagePlaceholders(PAD, settings), ImageLimits(8, 1 << 20, 1 << 20), own, files)
         sampling = Sampling(max_tokens=12, seed=number)
-        policy = PolicyHandle(
-            engine, NumberedParser(tokenizer), capacity, 900, 99, tokenizer.encode, tokenizer.longest_token
-        )
+        policy = PolicyHandle(engine, NumberedParser(tokenizer), capacity, 900, 99, tokenizer)
         session = Session(policy, Conversation(template, images=images), sampling)
         sessions.add(session)
         turns = plan(rng, shown - has_own)
@@ -124,7 +122,7 @@ async def play_vision_episodes(
             {**files, **found.files},
             prompts,
             answers,
-            list(session.counts.begun.elements()),
+            list(session.begun.elements()),
             shown,
         )
 

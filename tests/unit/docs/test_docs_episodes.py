@@ -16,7 +16,7 @@ from producers.agents.sessions import Sessions
 from producers.conversation.chat_template import ChatTemplate
 from producers.conversation.conversation import Conversation
 from producers.conversation.images import EpisodeImages, ImageLimits
-from producers.conversation.parsing.factory import make_parser
+from producers.conversation.parsing.factory import AnswerParser
 from producers.engines.base import EngineSettings
 from producers.engines.scripted import ScriptedEngine
 from producers.episodes.environments.environment import read_turn
@@ -140,8 +140,8 @@ async def test_the_agent_shows_a_picture_after_the_first_answer(tmp_path: Path) 
     agent, tokenizer = load(f"{tmp_path}/looker.py:run", "agent"), vision_tokenizer(tmp_path)
     engine = SpeakingEngine(tokenizer, lambda prompt: "Seven, I see" if prompt.count("<|im_start|>") > 3 else "?")
     images = EpisodeImages(PLACES, ImageLimits(8, 1 << 20, 1 << 20))
-    parser = make_parser("hermes", None, tokenizer, vllm=False)
-    policy = AskedPolicy(engine, parser, EngineCapacity(8), 4096, 9, tokenizer.encode, tokenizer.longest_token)
+    parser = AnswerParser("hermes", None, tokenizer, vllm=False)
+    policy = AskedPolicy(engine, parser, EngineCapacity(8), 4096, 9, tokenizer)
     session = Session(policy, Conversation(ChatTemplate(tokenizer), images=images), Sampling())
 
     sessions = Sessions()

@@ -73,7 +73,6 @@ class FirstGeneration:
         _watch(rubric)
 
     def rows(self, split: str, size: int | None) -> Any:
-        """Return the rows of its dataset."""
         found = self._env.get_dataset() if split == "train" else self._env.get_eval_dataset()
         return found if size is None else found.select(range(min(size, len(found))))
 
@@ -118,12 +117,10 @@ class SecondGeneration:
         return [task.data.model_dump(mode="json") for task in itertools.islice(taskset, size)]
 
     def prompt(self, row: dict[str, Any]) -> list[dict[str, str]]:
-        """Return the first messages of the conversation."""
         system = _messages(row.get("system_prompt"))
         return [*({**one, "role": "system"} for one in system), *_messages(row.get("prompt"))]
 
     async def play(self, row: dict[str, Any], base_url: str) -> tuple[float, dict[str, Any]]:
-        """Reward and metrics of an episode. EnvironmentFailed where its error, not the policy, ended it."""
         vf, kind = self._vf, type(self._env.taskset).task_type()
         await self._serve()
         task = kind(kind.data_type().model_validate(row), self._env.config.taskset.task)
@@ -217,7 +214,6 @@ def _messages(prompt: Any) -> list[dict[str, str]]:
 
 
 def main() -> None:
-    """Serve tasks until stdin closes."""
     sys.path[:] = [place for place in sys.path if Path(place or ".").resolve() != Path(__file__).resolve().parent]
     requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(0), "wb", buffering=0)
 

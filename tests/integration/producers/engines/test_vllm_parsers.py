@@ -9,7 +9,7 @@ import pytest
 
 from producers.conversation.parsing import factory
 from producers.conversation.parsing.answers import ParsedAnswer
-from producers.conversation.parsing.factory import AnswerParser, make_parser
+from producers.conversation.parsing.factory import AnswerParser
 from producers.conversation.parsing.vllm_parsers import vllm_names
 from producers.tokenizer import HfTokenizer
 from schemas.errors import ConfigError
@@ -48,9 +48,9 @@ def test_the_names_in_its_source_are_those_it_registers():
     ],
 )
 def test_our_hermes_parser_is_like_vllms(tokenizer: HfTokenizer, ask: Ask, monkeypatch: pytest.MonkeyPatch, text: str):
-    ours = ask(make_parser("hermes", None, tokenizer, vllm=True), text)
+    ours = ask(AnswerParser("hermes", None, tokenizer, vllm=True), text)
     monkeypatch.setattr(factory, "OWN", {"tool_parser": [], "reasoning_parser": []})
-    theirs = ask(make_parser("hermes", None, tokenizer, vllm=True), text)
+    theirs = ask(AnswerParser("hermes", None, tokenizer, vllm=True), text)
     assert (ours.content, ours.failures) == (theirs.content, theirs.failures)
     assert [(call.id, call.name, json.loads(call.arguments)) for call in ours.tool_calls] == [
         (call.id, call.name, json.loads(call.arguments)) for call in theirs.tool_calls
@@ -61,9 +61,9 @@ def test_our_hermes_parser_is_like_vllms(tokenizer: HfTokenizer, ask: Ask, monke
 def test_our_reasoning_parser_agrees_with_vllms_but_for_line_breaks(
     tokenizer: HfTokenizer, ask: Ask, monkeypatch: pytest.MonkeyPatch, text: str
 ):
-    ours = ask(make_parser("hermes", "qwen3", tokenizer, vllm=True), text)
+    ours = ask(AnswerParser("hermes", "qwen3", tokenizer, vllm=True), text)
     monkeypatch.setattr(factory, "OWN", {"tool_parser": ["hermes"], "reasoning_parser": []})
-    theirs = ask(make_parser("hermes", "qwen3", tokenizer, vllm=True), text)
+    theirs = ask(AnswerParser("hermes", "qwen3", tokenizer, vllm=True), text)
     assert ours.reasoning is not None
     assert theirs.reasoning is not None
     assert ours.reasoning == theirs.reasoning.strip("\n")
@@ -71,7 +71,7 @@ def test_our_reasoning_parser_agrees_with_vllms_but_for_line_breaks(
 
 
 def test_a_pythonic_answer_is_calls_after_reasoning_of_ours(tokenizer: HfTokenizer, ask: Ask):
-    found = ask(make_parser("pythonic", "qwen3", tokenizer, vllm=True), "<think>x</think>[add(a=1, b=2), add(a=3)]")
+    found = ask(AnswerParser("pythonic", "qwen3", tokenizer, vllm=True), "<think>x</think>[add(a=1, b=2), add(a=3)]")
     assert [(call.name, call.arguments) for call in found.tool_calls] == [
         ("add", '{"a": 1, "b": 2}'),
         ("add", '{"a": 3}'),
@@ -81,13 +81,13 @@ def test_a_pythonic_answer_is_calls_after_reasoning_of_ours(tokenizer: HfTokeniz
 
 def test_an_answer_in_qwens_xml_is_one_with_typed_arguments(tokenizer: HfTokenizer, ask: Ask):
     text = "Now.<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>"
-    found = ask(make_parser("qwen3_coder", None, tokenizer, vllm=True), text)
+    found = ask(AnswerParser("qwen3_coder", None, tokenizer, vllm=True), text)
     assert [(call.name, json.loads(call.arguments)) for call in found.tool_calls] == [("add", {"a": 1})]
     assert (found.content, found.failures) == ("Now.", 0)
 
 
 def test_a_call_of_an_unknown_tool_is_counted_and_stays_content(tokenizer: HfTokenizer, ask: Ask):
-    found = ask(make_parser("pythonic", None, tokenizer, vllm=True), "[sub(a=1)]")
+    found = ask(AnswerParser("pythonic", None, tokenizer, vllm=True), "[sub(a=1)]")
     assert (found.content, found.tool_calls, found.failures) == ("[sub(a=1)]", [], 1)
 
 
@@ -97,7 +97,7 @@ def test_a_parser_of_vllms_fills_no_log(tokenizer: HfTokenizer, ask: Ask, monkey
     monkeypatch.setattr(handler, "emit", heard.append)
     logging.getLogger("vllm").addHandler(handler)
     try:
-        found = ask(make_parser("pythonic", None, tokenizer, vllm=True), "[add(a=1 b)]")
+        found = ask(AnswerParser("pythonic", None, tokenizer, vllm=True), "[add(a=1 b)]")
     finally:
         logging.getLogger("vllm").removeHandler(handler)
     assert (found.content, found.tool_calls, found.failures) == ("[add(a=1 b)]", [], 1)
@@ -106,5 +106,5 @@ def test_a_parser_of_vllms_fills_no_log(tokenizer: HfTokenizer, ask: Ask, monkey
 
 def test_a_parser_that_cannot_use_the_tokenizer_says_so_in_one_line(tokenizer: HfTokenizer):
     with pytest.raises(ConfigError, match=r"vllm cannot parse with llama3_json: .*python_tag") as error:
-        make_parser("llama3_json", None, tokenizer, vllm=True)
+        AnswerParser("llama3_json", None, tokenizer, vllm=True)
     assert "--tool-call-parser" not in str(error.value)

@@ -98,9 +98,9 @@ def test_an_agent_that_says_what_cannot_be_told_costs_its_neighbour_nothing(base
 def test_what_an_agent_says_is_kept_even_when_it_does_not_end(base: Path):
     ended, late = play(base, job("says"), job("says", name="late", deadline_s=0.5, then="hang"))
     assert (ended.kind, ended.reward, ended.data) == ("returned", 0.25, {"log": ["a"]})
-    assert ended.turn_rewards == {"chatcmpl-1": 1.0, "chatcmpl-2": 0.5}
+    assert ended.turns == {"chatcmpl-1": 1.0, "chatcmpl-2": 0.5}
     assert ended.metrics == {"steps": 3.0, "tools": 2.0}
-    assert (late.kind, late.reward, late.turn_rewards) == ("deadline", 0.25, {"chatcmpl-1": 1.0})
+    assert (late.kind, late.reward, late.turns) == ("deadline", 0.25, {"chatcmpl-1": 1.0})
 
 
 def test_a_side_effect_happens_once_in_all_attempts(base: Path):

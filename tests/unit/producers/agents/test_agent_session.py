@@ -14,7 +14,7 @@ from producers.conversation import conversation
 from producers.conversation.chat_template import ChatTemplate
 from producers.conversation.conversation import Conversation
 from producers.conversation.images import EpisodeImages, ImageLimits
-from producers.conversation.parsing.factory import make_parser
+from producers.conversation.parsing.factory import AnswerParser
 from producers.tokenizer import HfTokenizer
 from producers.workflows.base import SaveDone
 from schemas.messages import Partial, Sampling
@@ -45,10 +45,8 @@ class Scene:
         self.states: list[Partial] = []
         self.may_save = asyncio.Event()
         self.may_save.set()
-        parser = make_parser("hermes", None, tokenizer, vllm=False)
-        policy = PolicyHandle(
-            self.engine, parser, EngineCapacity(8), 4096, 50, tokenizer.encode, tokenizer.longest_token
-        )
+        parser = AnswerParser("hermes", None, tokenizer, vllm=False)
+        policy = PolicyHandle(self.engine, parser, EngineCapacity(8), 4096, 50, tokenizer)
         self.session = Session(
             policy, Conversation(ChatTemplate(tokenizer), images=images), Sampling(max_tokens=100), saved, self._save
         )
@@ -130,7 +128,7 @@ async def test_a_call_that_nobody_waits_for_any_more_is_no_call(tokenizer: HfTok
     await turns()
     asked.cancel()
     await asyncio.wait({asked})
-    assert (play.session.counts.requests, play.session.conversation.calls) == (0, 0)
+    assert (play.session.counts.calls, play.session.conversation.calls) == (0, 0)
     play.may_save.set()
     (answer,) = await play.ask("Say something")
     (call,) = play.states[-1].calls
@@ -151,7 +149,7 @@ async def test_equal_requests_whose_answer_is_lost_get_the_same_answer_again(tok
     for lost in received[:2]:
         scene.session.forget(lost.call)
         assert (await scene.ask("go"))[0].text == lost.text
-    texts = [tokenizer.decode(call.tokens.numpy().tolist()) for call in scene.session.conversation.records()]
+    texts = [tokenizer.decode(call.tokens.numpy().tolist()) for call in scene.session.partial().calls]
     assert len(texts) == 3
     assert len(set(texts)) == 3
     assert scene.session.counts.replayed == 5

@@ -82,7 +82,7 @@ def test_ids_are_those_that_were_sampled_however_their_text_would_be_cut(templat
     conversation.add(first, sampled(letters), answer("the answer"))
     following = conversation.prompt([USER, answer("the answer"), USER])
     assert following.ids[: len(first.ids) + len(letters)] == first.ids + letters
-    assert (following.segment, following.why) == (0, "joined")
+    assert (following.parent, following.why) == (0, "joined")
 
 
 @pytest.mark.parametrize(
@@ -179,7 +179,7 @@ def test_an_answer_that_nobody_received_is_not_in_the_sample(template: StoppingT
     ask(conversation, [USER], "It is 4")
     found = trajectory(conversation)
     assert (found.calls, len(found.segments), found.completion) == (1, 1, "It is 4")
-    assert conversation.prompt([USER, answer("It is 3"), USER]).segment is None
+    assert conversation.prompt([USER, answer("It is 3"), USER]).parent is None
 
 
 def test_sub_agents_are_told_apart_by_name_and_by_their_first_system_prompt(template: StoppingTemplate) -> None:
@@ -234,9 +234,9 @@ def test_prompts_of_ids_are_joined_where_they_begin_with_all_that_is_held(templa
     first = template.ids("Count: one")
     conversation.add(conversation.raw_prompt(first), sampled([300, 301]), answer("two"))
     joined = conversation.raw_prompt([*first, 300, 301, 302])
-    assert (joined.why, joined.segment) == ("raw", 0)
+    assert (joined.why, joined.parent) == ("raw", 0)
     conversation.add(joined, sampled([303]), answer("three"))
-    assert conversation.raw_prompt([*first, 300]).segment is None
+    assert conversation.raw_prompt([*first, 300]).parent is None
     found = trajectory(conversation)
     assert found.turns[-2:] == [
         Turn("user", len(first) + 2, len(first) + 3),

@@ -10,7 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from producers.conversation.parsing.answers import ParsedAnswer
-from producers.conversation.parsing.factory import AnswerParser, check_parsers, make_parser
+from producers.conversation.parsing.factory import AnswerParser, check_parsers
 from producers.conversation.parsing.own import read_tool_calls, split_reasoning
 from producers.conversation.parsing.vllm_parsers import read_parser_names
 from producers.tokenizer import HfTokenizer
@@ -27,7 +27,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> HfTokenizer:
 
 @pytest.fixture(scope="module")
 def parser(tokenizer: HfTokenizer) -> AnswerParser:
-    return make_parser("hermes", "qwen3", tokenizer, vllm=False)
+    return AnswerParser("hermes", "qwen3", tokenizer, vllm=False)
 
 
 def answer(
@@ -136,7 +136,7 @@ def test_a_prompt_that_opens_the_reasoning_is_looked_at(parser: AnswerParser, to
 
 
 def test_without_a_reasoning_parser_its_markers_are_content(tokenizer: HfTokenizer):
-    found = answer(make_parser("hermes", None, tokenizer, vllm=False), tokenizer, "<think>x</think>y")
+    found = answer(AnswerParser("hermes", None, tokenizer, vllm=False), tokenizer, "<think>x</think>y")
     assert (found.reasoning, found.content) == (None, "<think>x</think>y")
 
 
@@ -165,7 +165,7 @@ def test_no_text_raises_or_is_lost(text: str, opened: bool, checked: bool):
     assert parts.failures + len(parts.calls) <= text.count("<tool_call>")
     if not parts.calls:
         assert parts.content == text
-    for _, arguments in parts.calls:
+    for _, arguments, _ in parts.calls:
         assert isinstance(json.loads(arguments), dict)
         assert arguments in text
 
@@ -192,7 +192,7 @@ def test_written_calls_are_read_again(calls: list[tuple[str, dict[str, Any]]], s
     ]
     text = "Before." + "\n".join(f"<tool_call>\n{call}\n</tool_call>" for call in written)
     parts = read_tool_calls(text, None)
-    assert [(name, json.loads(arguments)) for name, arguments in parts.calls] == [
+    assert [(name, json.loads(arguments)) for name, arguments, _ in parts.calls] == [
         (name, json.loads(json.dumps(arguments))) for name, arguments in calls
     ]
     assert (parts.content, parts.failures) == ("Before.", 0)
