@@ -3,11 +3,9 @@
 import asyncio
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import msgspec
 
-from producers.agents.endpoint.chat import check_max_tokens
 from producers.agents.endpoint.errors import bad_request
 from producers.agents.endpoint.protocols import (
     JSON,
@@ -18,7 +16,6 @@ from producers.agents.endpoint.protocols import (
     content_parts,
     convert,
     function_tools,
-    ignored_settings,
     image_url,
     named_events,
     read_json,
@@ -33,8 +30,6 @@ UNREADABLE = "_unreadable"
 
 
 class MessagesBody(msgspec.Struct):
-    """The supported fields of a request."""
-
     messages: list[JSON]
     model: str | None = "policy"
     system: str | list[JSON] | None = None
@@ -43,9 +38,36 @@ class MessagesBody(msgspec.Struct):
     stream: bool | None = None
     max_tokens: int | None = None
 
+    def answer(self, answers: Sequence[SampledAnswer], created: int) -> JSON:
+        (answer,) = answers
+        prompt, completion = usage_counts(answers)
+        return {
+            "id": "msg_" + answer.id.removeprefix("chatcmpl-"),
+            "type": "message",
+            "role": "assistant",
+            "model": self.model or "policy",
+            "content": _blocks(answer),
+            "stop_reason": STOP_REASONS[answer.finish],
+            "stop_sequence": None,
+            "usage": {"input_tokens": prompt, "output_tokens": completion},
+        }
+
+    def events(self, answers: Sequence[SampledAnswer], created: int) -> tuple[bytes, bytes]:
+        """The stream has one delta per block; its second part begins with the stop reason."""
+        whole = self.answer(answers, created)
+        begun = whole | {"content": [], "stop_reason": None, "usage": whole["usage"] | {"output_tokens": 0}}
+        events: list[JSON] = [{"type": "message_start", "message": begun}]
+        for index, block in enumerate(whole["content"]):
+            empty, deltas = _pieces(block)
+            events.append({"type": "content_block_start", "index": index, "content_block": empty})
+            events += [{"type": "content_block_delta", "index": index, "delta": delta} for delta in deltas]
+            events.append({"type": "content_block_stop", "index": index})
+        delta = {"stop_reason": whole["stop_reason"], "stop_sequence": None}
+        end = [{"type": "message_delta", "delta": delta, "usage": whole["usage"]}, {"type": "message_stop"}]
+        return named_events(events), named_events(end)
+
 
 def read_messages(data: JSON, asker: Asker) -> ModelRequest:
-    """Return the model call that a body asks for, and the form of its answer."""
     body = convert(data, MessagesBody)
     if not body.messages:
         raise bad_request("messages must not be empty")
@@ -58,12 +80,9 @@ def read_messages(data: JSON, asker: Asker) -> ModelRequest:
         messages=messages,
         tools=function_tools(body.tools, "input_schema"),
         stop=stop_strings(body.stop_sequences),
-        max_tokens=check_max_tokens(body.max_tokens),
-        name=asker.name,
-        ignored=ignored_settings(data, _output_format(data), asker.settings),
     )
-    form = _MessageForm(body.model or "policy")
-    return ModelRequest(call, bool(body.stream), form.answer, form.events)
+    call = asker.complete_call(call, data, body.max_tokens, _output_format(data))
+    return ModelRequest(call, bool(body.stream), body.answer, body.events)
 
 
 async def count_tokens(body: bytes, asker: Asker) -> JSON:
@@ -149,42 +168,6 @@ def _input(arguments: str) -> JSON:
     except ValueError:
         value = None
     return value if isinstance(value, dict) else {UNREADABLE: arguments}
-
-
-@dataclass(frozen=True)
-class _MessageForm:
-    """The form of one request's answer."""
-
-    model: str
-
-    def answer(self, answers: Sequence[SampledAnswer], created: int) -> JSON:
-        """Return the whole answer."""
-        (answer,) = answers
-        prompt, completion = usage_counts(answers)
-        return {
-            "id": "msg_" + answer.id.removeprefix("chatcmpl-"),
-            "type": "message",
-            "role": "assistant",
-            "model": self.model,
-            "content": _blocks(answer),
-            "stop_reason": STOP_REASONS[answer.finish],
-            "stop_sequence": None,
-            "usage": {"input_tokens": prompt, "output_tokens": completion},
-        }
-
-    def events(self, answers: Sequence[SampledAnswer], created: int) -> tuple[bytes, bytes]:
-        """Return the answer as events, one delta per block; the second part begins with the stop reason."""
-        whole = self.answer(answers, created)
-        begun = whole | {"content": [], "stop_reason": None, "usage": whole["usage"] | {"output_tokens": 0}}
-        events: list[JSON] = [{"type": "message_start", "message": begun}]
-        for index, block in enumerate(whole["content"]):
-            empty, deltas = _pieces(block)
-            events.append({"type": "content_block_start", "index": index, "content_block": empty})
-            events += [{"type": "content_block_delta", "index": index, "delta": delta} for delta in deltas]
-            events.append({"type": "content_block_stop", "index": index})
-        delta = {"stop_reason": whole["stop_reason"], "stop_sequence": None}
-        end = [{"type": "message_delta", "delta": delta, "usage": whole["usage"]}, {"type": "message_stop"}]
-        return named_events(events), named_events(end)
 
 
 def _blocks(answer: SampledAnswer) -> list[JSON]:

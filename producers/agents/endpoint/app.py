@@ -9,7 +9,6 @@ import contextlib
 import hashlib
 import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import dataclass, field
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -23,18 +22,12 @@ from producers.agents.endpoint.anthropic import count_tokens, read_messages
 from producers.agents.endpoint.chat import read_chat
 from producers.agents.endpoint.completions import read_completion
 from producers.agents.endpoint.delivery import StreamingReply
-from producers.agents.endpoint.errors import (
-    anthropic_error,
-    as_session_error,
-    openai_error,
-    responses_error,
-)
+from producers.agents.endpoint.errors import anthropic_error, as_session_error, openai_error, responses_error
 from producers.agents.endpoint.protocols import (
     JSON,
     Asker,
-    Message,
     ModelRequest,
-    data_events,
+    WireProtocol,
     named_events,
     read_json,
     write_json,
@@ -56,15 +49,6 @@ SMALL_BODY = 2**18
 PREFIXES = ("", "/s/{token}", "/s/{token}/{name}")
 
 
-@dataclass(frozen=True)
-class WireProtocol:
-    """A protocol: how it reads a request, and how it writes an error, in a body and in a stream."""
-
-    read: Callable[[JSON, Asker], ModelRequest]
-    error: Callable[[SessionError], JSON] = openai_error
-    error_event: Callable[[SessionError], bytes] = lambda error: data_events([openai_error(error)])
-
-
 CHAT = WireProtocol(read_chat)
 MESSAGES = WireProtocol(read_messages, anthropic_error, lambda error: named_events([anthropic_error(error)]))
 PROTOCOLS = {
@@ -73,14 +57,6 @@ PROTOCOLS = {
     "/v1/responses": WireProtocol(read_response, error_event=lambda error: named_events([responses_error(error)])),
     "/v1/messages": MESSAGES,
 }
-
-
-@dataclass(frozen=True)
-class SessionState:
-    """The endpoint's state of a session, for as long as the session exists."""
-
-    generations: Generations
-    responses: dict[str, list[Message]] = field(default_factory=dict)
 
 
 class Endpoint:
@@ -92,10 +68,9 @@ class Endpoint:
         self._keep_alive_s = keep_alive_s
         self._patience_s = patience_s
         self._reading = 0
-        self._states: weakref.WeakKeyDictionary[OpenSession, SessionState] = weakref.WeakKeyDictionary()
+        self._generations: weakref.WeakKeyDictionary[OpenSession, Generations] = weakref.WeakKeyDictionary()
 
     def app(self) -> Starlette:
-        """Build the ASGI application."""
         routes = []
         for prefix in PREFIXES:
             for path, protocol in PROTOCOLS.items():
@@ -111,8 +86,8 @@ class Endpoint:
 
     def close(self) -> None:
         """Cancel all model calls under way."""
-        for state in list(self._states.values()):
-            state.generations.close()
+        for generations in list(self._generations.values()):
+            generations.close()
 
     def _asking(self, protocol: WireProtocol) -> Callable[[Request], Awaitable[ASGIApp]]:
         """Return the handler of a route that makes model calls."""
@@ -131,9 +106,7 @@ class Endpoint:
                     digest, model_request = await asyncio.to_thread(read, body)
             retry = request.headers.get("x-stainless-retry-count", "0") not in ("", "0")
             generation = generations.ask(digest, retry, lambda: asker.session.complete(model_request.call))
-            return StreamingReply(
-                model_request, generation, generations, protocol.error, protocol.error_event, self._keep_alive_s
-            )
+            return StreamingReply(model_request, generation, generations, protocol, self._keep_alive_s)
 
         return _guarded(handle, protocol)
 
@@ -178,11 +151,11 @@ class Endpoint:
             kind, _, key = request.headers.get("authorization", "").partition(" ")
             token = key.strip() if kind.lower() == "bearer" else request.headers.get("x-api-key", "")
         session = self._sessions.find(token)
-        state = self._states.get(session)
-        if state is None:
-            state = self._states[session] = SessionState(Generations(session, self._patience_s))
+        generations = self._generations.get(session)
+        if generations is None:
+            generations = self._generations[session] = Generations(session, self._patience_s)
         name = request.path_params.get("name", "main")
-        return Asker(session, name, self._settings, state.responses), state.generations
+        return Asker(session, name, self._settings, generations.responses), generations
 
 
 def _guarded(

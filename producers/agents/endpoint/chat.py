@@ -1,7 +1,6 @@
 """Chat completions in OpenAI's protocol, with vLLM's fields for token ids."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -17,11 +16,8 @@ from producers.agents.endpoint.protocols import (
     content_parts,
     convert,
     data_events,
-    finite,
-    ignored_settings,
     image_url,
     stop_strings,
-    token_name,
     usage_counts,
 )
 from producers.agents.protocol import CallRequest, SampledAnswer
@@ -41,24 +37,74 @@ class OpenAiBody(msgspec.Struct, kw_only=True):
     max_tokens: int | None = None
     return_token_ids: bool | None = None
 
-    @property
-    def reports_usage(self) -> bool:
-        """Whether a stream ends with the numbers of tokens."""
-        return bool((self.stream_options or {}).get("include_usage"))
+    def base(self, shown: str, created: int, kind: str) -> JSON:
+        """Return the fields of an answer, and of each of its chunks, beside the choices."""
+        return {"id": shown, "object": kind, "created": created, "model": self.model or "policy"}
+
+    def token_ids(self, **ids: list[int]) -> JSON:
+        """Return these fields if the client asked for token ids."""
+        return ids if self.return_token_ids else {}
+
+    def usage_chunks(self, base: JSON, answers: Sequence[SampledAnswer]) -> list[JSON]:
+        """Return the chunk with the numbers of tokens, with which a stream ends if the client asked for it."""
+        wanted = (self.stream_options or {}).get("include_usage")
+        return [base | {"choices": [], "usage": usage(answers)}] if wanted else []
 
 
 class ChatBody(OpenAiBody, kw_only=True):
-    """The supported fields of a request."""
-
     messages: list[JSON]
     tools: list[JSON] | None = None
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     chat_template_kwargs: JSON | None = None
 
+    def answer(self, answers: Sequence[SampledAnswer], created: int) -> JSON:
+        choices = []
+        for index, answer in enumerate(answers):
+            choice = {
+                "index": index,
+                "message": answer_message(answer),
+                "logprobs": self._logprobs_of(answer),
+                "finish_reason": answer.finish,
+            }
+            choices.append(choice | self._extra(answer, len(answers)))
+        whole = self.base(answers[0].id, created, "chat.completion") | {"choices": choices, "usage": usage(answers)}
+        return whole | self.token_ids(prompt_token_ids=answers[0].prompt_ids)
+
+    def events(self, answers: Sequence[SampledAnswer], created: int) -> tuple[bytes, bytes]:
+        """The second part of the stream begins with the finish reasons."""
+        base = self.base(answers[0].id, created, "chat.completion.chunk")
+        head, tail = [], []
+        for index, answer in enumerate(answers):
+            message = answer_message(answer)
+            calls = [{"index": at, **call} for at, call in enumerate(message.pop("tool_calls", []))]
+            begin: JSON = {"index": index, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
+            prompt = {} if index else self.token_ids(prompt_token_ids=answer.prompt_ids)
+            head.append(base | {"choices": [begin]} | prompt)
+            deltas = [{key: message[key]} for key in ("reasoning_content", "content") if message.get(key)]
+            deltas += [{"tool_calls": [call]} for call in calls]
+            extra = {"logprobs": self._logprobs_of(answer), **self._extra(answer, len(answers))}
+            for at, delta in enumerate(deltas or [{"content": ""}]):
+                choice = {"index": index, "delta": delta, "finish_reason": None} | (extra if not at else {})
+                head.append(base | {"choices": [choice]})
+            end = {"index": index, "delta": {}, "finish_reason": answer.finish}
+            tail.append(base | {"choices": [end]})
+        return data_events(head), data_events(tail + self.usage_chunks(base, answers)) + DONE
+
+    def _extra(self, answer: SampledAnswer, n: int) -> JSON:
+        """Return fields beyond OpenAI's: the sampled ids, and an id by which to reward one of several choices."""
+        return self.token_ids(token_ids=answer.ids) | ({"id": answer.id} if n > 1 else {})
+
+    def _logprobs_of(self, answer: SampledAnswer) -> JSON | None:
+        if not self.logprobs:
+            return None
+        tokens = named_logprobs(answer)
+        return {
+            "content": [{"token": name, "logprob": value, "bytes": None, "top_logprobs": []} for name, value in tokens]
+        }
+
 
 def read_chat(data: JSON, asker: Asker) -> ModelRequest:
-    """Return the model call that a body asks for, and the form of its answer."""
     body = convert(data, ChatBody)
     if data.get("functions"):
         raise bad_request("functions is not supported, tools are")
@@ -70,91 +116,25 @@ def read_chat(data: JSON, asker: Asker) -> ModelRequest:
         tools=_tools(body.tools),
         n=check_n(body.n),
         stop=stop_strings(body.stop),
-        max_tokens=check_max_tokens(limit),
-        name=asker.name,
         template_args=body.chat_template_kwargs,
-        ignored=ignored_settings(data, _output_format(data), asker.settings),
     )
-    form = _ChatForm(body)
-    return ModelRequest(call, bool(body.stream), form.answer, form.events)
+    call = asker.complete_call(call, data, limit, _output_format(data))
+    return ModelRequest(call, bool(body.stream), body.answer, body.events)
 
 
 def check_n(n: int | None) -> int:
-    """Return the number of answers asked for."""
     if n is not None and not 1 <= n <= 128:
         raise bad_request(f"n {n}: must be in [1, 128]")
     return n or 1
 
 
-def check_max_tokens(limit: int | None) -> int | None:
-    """Return the client's limit of an answer."""
-    if limit is not None and limit < 1:
-        raise bad_request(f"max_tokens {limit}: must be 1 or more")
-    return limit
+def named_logprobs(answer: SampledAnswer) -> list[tuple[str, float]]:
+    """Return the tokens of an answer with log-probabilities that JSON can hold.
 
-
-@dataclass(frozen=True)
-class _ChatForm:
-    """The form of one request's answer."""
-
-    body: ChatBody
-
-    def answer(self, answers: Sequence[SampledAnswer], created: int) -> JSON:
-        """Return the whole answer."""
-        choices = []
-        for index, answer in enumerate(answers):
-            choice = {
-                "index": index,
-                "message": answer_message(answer),
-                "logprobs": self._logprobs_of(answer),
-                "finish_reason": answer.finish,
-            }
-            choices.append(choice | self._extra(answer, len(answers)))
-        whole = self._base(answers, created, "chat.completion") | {"choices": choices, "usage": usage(answers)}
-        return whole | ({"prompt_token_ids": answers[0].prompt_ids} if self.body.return_token_ids else {})
-
-    def events(self, answers: Sequence[SampledAnswer], created: int) -> tuple[bytes, bytes]:
-        """Return the answer as chunks; the second part begins with the finish reasons."""
-        base = self._base(answers, created, "chat.completion.chunk")
-        head, tail = [], []
-        for index, answer in enumerate(answers):
-            message = answer_message(answer)
-            calls = [{"index": at, **call} for at, call in enumerate(message.pop("tool_calls", []))]
-            begin: JSON = {"index": index, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
-            first = base | {"choices": [begin]}
-            head.append(
-                first | ({"prompt_token_ids": answer.prompt_ids} if self.body.return_token_ids and not index else {})
-            )
-            deltas = [{key: message[key]} for key in ("reasoning_content", "content") if message.get(key)]
-            deltas += [{"tool_calls": [call]} for call in calls]
-            extra = {"logprobs": self._logprobs_of(answer), **self._extra(answer, len(answers))}
-            for at, delta in enumerate(deltas or [{"content": ""}]):
-                choice = {"index": index, "delta": delta, "finish_reason": None} | (extra if not at else {})
-                head.append(base | {"choices": [choice]})
-            end = {"index": index, "delta": {}, "finish_reason": answer.finish}
-            tail.append(base | {"choices": [end]})
-        if self.body.reports_usage:
-            tail.append(base | {"choices": [], "usage": usage(answers)})
-        return data_events(head), data_events(tail) + DONE
-
-    def _base(self, answers: Sequence[SampledAnswer], created: int, kind: str) -> JSON:
-        return {"id": answers[0].id, "object": kind, "created": created, "model": self.body.model or "policy"}
-
-    def _extra(self, answer: SampledAnswer, n: int) -> JSON:
-        """Return fields beyond OpenAI's: the sampled ids, and an id by which to reward one of several choices."""
-        extra: JSON = {"token_ids": answer.ids} if self.body.return_token_ids else {}
-        return extra | ({"id": answer.id} if n > 1 else {})
-
-    def _logprobs_of(self, answer: SampledAnswer) -> JSON | None:
-        if not self.body.logprobs:
-            return None
-        tokens = zip(answer.ids, answer.logprobs, strict=True)
-        return {
-            "content": [
-                {"token": token_name(token), "logprob": finite(value), "bytes": None, "top_logprobs": []}
-                for token, value in tokens
-            ]
-        }
+    Tokens are named as by vLLM's ``return_tokens_as_token_ids``: their text would not be exact.
+    """
+    pairs = zip(answer.ids, answer.logprobs, strict=True)
+    return [(f"token_id:{token}", max(float(value), -9999.0)) for token, value in pairs]
 
 
 def usage(answers: Sequence[SampledAnswer]) -> JSON:

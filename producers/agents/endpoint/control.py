@@ -46,17 +46,14 @@ async def reward(body: bytes, asker: Asker) -> JSON:
     if report.reward is None and (report.completion is not None or not report.metrics):
         raise bad_request("reward is missing: must be a number")
     if report.reward is not None:
-        asker.session.set_reward(report.reward, _completion_id(report.completion))
+        # An answer has one id, which each protocol shows with a beginning of its own.
+        shown = report.completion
+        id = None if shown is None else "chatcmpl-" + shown.rpartition("-" if "-" in shown else "_")[2]
+        asker.session.set_reward(report.reward, id)
     asker.session.add_metrics(report.metrics)
     return {}
 
 
 async def end(body: bytes, asker: Asker) -> JSON:
-    """End the episode."""
     asker.session.finish()
     return {}
-
-
-def _completion_id(shown: str | None) -> str | None:
-    """Return the id of an answer, given the id that any of the protocols shows."""
-    return None if shown is None else "chatcmpl-" + shown.rpartition("-" if "-" in shown else "_")[2]

@@ -6,14 +6,13 @@ client's library retries and gets the true status. Libraries do not retry stream
 """
 
 import asyncio
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from starlette.types import Receive, Scope, Send
 
 from producers.agents.endpoint.errors import as_session_error
-from producers.agents.endpoint.protocols import JSON, ModelRequest, write_json
+from producers.agents.endpoint.protocols import ModelRequest, WireProtocol, write_json
 from producers.agents.endpoint.retries import Generation, Generations
 from producers.agents.protocol import SessionError
 from schemas.errors import TidemillError
@@ -25,16 +24,12 @@ BUFFERED = 32768
 
 @dataclass(frozen=True, eq=False)
 class StreamingReply:
-    """The ASGI response to one request: the answer of ``generation``, in the form of ``request``.
-
-    errors: how the protocol writes an error. error_event: the same within a stream.
-    """
+    """The ASGI response to one request: the answer of ``generation``, in the form of ``request``."""
 
     request: ModelRequest
     generation: Generation
     generations: Generations
-    errors: Callable[[SessionError], JSON]
-    error_event: Callable[[SessionError], bytes]
+    protocol: WireProtocol
     keep_alive_s: float
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -67,11 +62,9 @@ class StreamingReply:
         try:
             answers = self.generation.task.result()
         except asyncio.CancelledError:
-            await self._fail(send, begun, SessionError(410, "session_ended", "the episode has ended"))
-            return False
+            return await self._fail(send, begun, SessionError(410, "session_ended", "the episode has ended"))
         except (SessionError, TidemillError) as error:
-            await self._fail(send, begun, as_session_error(error))
-            return False
+            return await self._fail(send, begun, as_session_error(error))
         created = self.generation.created
         if self.request.stream:
             head, tail = self.request.events(answers, created)
@@ -90,14 +83,15 @@ class StreamingReply:
         await send(_body(head + tail, more=False))
         return True
 
-    async def _fail(self, send: Send, begun: bool, error: SessionError) -> None:
-        body = write_json(self.errors(error))
+    async def _fail(self, send: Send, begun: bool, error: SessionError) -> bool:
+        body = write_json(self.protocol.error(error))
         if not begun:
             await send(self._start(error.status, len(body), "application/json"))
             await send(_body(body, more=False))
         elif self.request.stream:
-            await send(_body(self.error_event(error), more=False))
-        # else the response has no end, and the server breaks the connection
+            await send(_body(self.protocol.error_event(error), more=False))
+        # Else the response has no end, and the server breaks the connection.
+        return False
 
     def _start(self, status: int, length: int | None = None, kind: str | None = None) -> dict[str, object]:
         kind = kind or ("text/event-stream; charset=utf-8" if self.request.stream else "application/json")

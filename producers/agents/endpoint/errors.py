@@ -10,7 +10,6 @@ _ANTHROPIC_TYPES = _OPENAI_TYPES | {413: "request_too_large", 503: "overloaded_e
 
 
 def bad_request(message: str, code: str = "invalid_request") -> SessionError:
-    """Return the error for a request that is invalid or not supported."""
     return SessionError(400, code, message)
 
 
@@ -24,7 +23,6 @@ def as_session_error(error: SessionError | TidemillError) -> SessionError:
 
 
 def openai_error(error: SessionError) -> dict[str, Any]:
-    """Return the body of an error in OpenAI's protocols."""
     kind = _OPENAI_TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "server_error")
     return {"error": {"message": error.message, "type": kind, "param": None, "code": error.code}}
 

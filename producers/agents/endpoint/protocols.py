@@ -1,14 +1,15 @@
 """The common parts of the protocols: reading a body, the settings that a client can't change, and writing JSON."""
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import msgspec
 
-from producers.agents.endpoint.errors import bad_request
-from producers.agents.protocol import CallRequest, OpenSession, SampledAnswer
+from producers.agents.endpoint.errors import bad_request, openai_error
+from producers.agents.protocol import CallRequest, OpenSession, SampledAnswer, SessionError
+from producers.conversation.messages import function_schema
 from schemas.config.agents import AgentsConfig
 
 JSON = dict[str, Any]
@@ -39,6 +40,18 @@ class Asker:
     name: str
     settings: AgentsConfig
     responses: dict[str, list[Message]]
+
+    def complete_call(
+        self, call: CallRequest, data: JSON, max_tokens: int | None, output_format: str | None
+    ) -> CallRequest:
+        """Return the call with its sender, its limit and the ignored settings of its body, ``data``.
+
+        output_format: the setting with which the client asks for an answer of a certain form, if it does.
+        """
+        if max_tokens is not None and max_tokens < 1:
+            raise bad_request(f"max_tokens {max_tokens}: must be 1 or more")
+        ignored = _ignored_settings(data, output_format, self.settings)
+        return replace(call, name=self.name, max_tokens=max_tokens, ignored=ignored)
 
 
 @dataclass(frozen=True)
@@ -91,11 +104,17 @@ def named_events(events: Iterable[JSON]) -> bytes:
     return b"".join(b"event: %b\ndata: %b\n\n" % (event["type"].encode(), write_json(event)) for event in events)
 
 
-def ignored_settings(data: Mapping[str, Any], output_format: str | None, settings: AgentsConfig) -> JSON:
-    """Return the client's settings that are ignored, by name; SessionError if ``settings`` reject constraints.
+@dataclass(frozen=True)
+class WireProtocol:
+    """A protocol: how it reads a request, and how it writes an error, in a body and in a stream."""
 
-    output_format: the setting with which the client asks for an answer of a certain form, if it does.
-    """
+    read: Callable[[JSON, Asker], ModelRequest]
+    error: Callable[[SessionError], JSON] = openai_error
+    error_event: Callable[[SessionError], bytes] = lambda error: data_events([openai_error(error)])
+
+
+def _ignored_settings(data: JSON, output_format: str | None, settings: AgentsConfig) -> JSON:
+    """Return the client's settings that are ignored, by name; SessionError if ``settings`` reject constraints."""
     choice = data.get("tool_choice")
     choice = choice.get("type") if isinstance(choice, dict) else choice
     constraints = [name for name in CONSTRAINTS if data.get(name) is not None]
@@ -111,7 +130,6 @@ def ignored_settings(data: Mapping[str, Any], output_format: str | None, setting
 
 
 def stop_strings(stop: str | list[str] | None) -> list[str]:
-    """Return stop strings as a list, without empty ones."""
     return [text for text in ([stop] if isinstance(stop, str) else stop or []) if text]
 
 
@@ -175,8 +193,7 @@ def function_tools(tools: Sequence[Any] | None, schema: str) -> list[JSON] | Non
         kind = tool.get("type") or "custom" if isinstance(tool, dict) else None
         if kind not in ("function", "custom") or not isinstance(tool.get("name"), str) or schema not in tool:
             raise bad_request(f"tools of type {kind!r} are not supported, only functions with a name and {schema}")
-        function = {"name": tool["name"], "description": tool.get("description") or "", "parameters": tool[schema]}
-        functions.append({"type": "function", "function": function})
+        functions.append(function_schema(tool["name"], tool.get("description") or "", tool[schema]))
     return functions
 
 
@@ -191,13 +208,3 @@ def answer_message(answer: SampledAnswer) -> Message:
     if message.get("content") is None and not answer.parsed.tool_calls:
         message["content"] = ""
     return message
-
-
-def token_name(token: int) -> str:
-    """Return a token's name in log-probabilities, as vLLM's ``return_tokens_as_token_ids``: text would not be exact."""
-    return f"token_id:{token}"
-
-
-def finite(logprob: float) -> float:
-    """Return a log-probability that JSON can hold."""
-    return max(float(logprob), -9999.0)

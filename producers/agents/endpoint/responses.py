@@ -10,7 +10,6 @@ from typing import Any
 
 import msgspec
 
-from producers.agents.endpoint.chat import check_max_tokens
 from producers.agents.endpoint.errors import bad_request
 from producers.agents.endpoint.protocols import (
     JSON,
@@ -22,7 +21,6 @@ from producers.agents.endpoint.protocols import (
     content_parts,
     convert,
     function_tools,
-    ignored_settings,
     image_url,
     named_events,
     usage_counts,
@@ -37,8 +35,6 @@ UNSUPPORTED = ("background", "conversation", "prompt")
 
 
 class ResponseBody(msgspec.Struct):
-    """The supported fields of a request."""
-
     input: str | list[JSON]
     model: str | None = "policy"
     instructions: str | None = None
@@ -49,7 +45,6 @@ class ResponseBody(msgspec.Struct):
 
 
 def read_response(data: JSON, asker: Asker) -> ModelRequest:
-    """Return the model call that a body asks for, and the form of its answer."""
     body = convert(data, ResponseBody)
     for name in UNSUPPORTED:
         if data.get(name):
@@ -66,13 +61,8 @@ def read_response(data: JSON, asker: Asker) -> ModelRequest:
     if not messages:
         raise bad_request("input must not be empty")
     instructions: list[Message] = [{"role": "system", "content": body.instructions}] if body.instructions else []
-    call = CallRequest(
-        messages=instructions + messages,
-        tools=function_tools(body.tools, "parameters"),
-        max_tokens=check_max_tokens(body.max_output_tokens),
-        name=asker.name,
-        ignored=ignored_settings(data, _output_format(data), asker.settings),
-    )
+    call = CallRequest(messages=instructions + messages, tools=function_tools(body.tools, "parameters"))
+    call = asker.complete_call(call, data, body.max_output_tokens, _output_format(data))
     form = _ResponseForm(body, messages, asker.responses)
     return ModelRequest(call, bool(body.stream), form.answer, form.events)
 
@@ -96,7 +86,8 @@ def _chat_messages(items: str | list[JSON]) -> list[Message]:
         if part is None:
             messages.append(_other_message(item, where))
         elif answering and not _starts_message(messages[-1], part):
-            _add(messages[-1], part)
+            calls = messages[-1].get("tool_calls", []) + part.get("tool_calls", [])
+            messages[-1] |= part | ({"tool_calls": calls} if calls else {})
         else:
             messages.append({"role": "assistant", "content": None} | part)
         answering = part is not None
@@ -127,11 +118,6 @@ def _starts_message(message: Message, part: Message) -> bool:
     return "tool_calls" not in part and any(message.get(key) is not None for key in order[first:])
 
 
-def _add(message: Message, part: Message) -> None:
-    for key, value in part.items():
-        message[key] = message.get(key, []) + value if key == "tool_calls" else value
-
-
 def _other_message(item: JSON, where: str) -> Message:
     kind = item.get("type", "message")
     if kind == "function_call_output":
@@ -154,10 +140,12 @@ class _ResponseForm:
     responses: dict[str, list[Message]]
 
     def answer(self, answers: Sequence[SampledAnswer], created: int) -> JSON:
-        """Return the whole answer, and store it as a possible previous response."""
+        """The answer is also stored as a possible previous response."""
         (answer,) = answers
         body, number = self.body, answer.id.removeprefix("chatcmpl-")
-        self._keep("resp_" + number, [*self.messages, answer_message(answer)])
+        self.responses["resp_" + number] = [*self.messages, answer_message(answer)]
+        while len(self.responses) > KEPT:
+            del self.responses[next(iter(self.responses))]
         cut = answer.finish == "length"
         prompt, completion = usage_counts(answers)
         return {
@@ -191,14 +179,9 @@ class _ResponseForm:
         }
 
     def events(self, answers: Sequence[SampledAnswer], created: int) -> tuple[bytes, bytes]:
-        """Return the answer as events; the second part is the last event."""
+        """The second part of the stream is its last event."""
         events = _events(self.answer(answers, created))
         return named_events(events[:-1]), named_events(events[-1:])
-
-    def _keep(self, number: str, messages: list[Message]) -> None:
-        self.responses[number] = messages
-        while len(self.responses) > KEPT:
-            del self.responses[next(iter(self.responses))]
 
 
 def _items(answer: SampledAnswer, number: str, status: str) -> list[JSON]:
@@ -232,7 +215,11 @@ def _events(response: JSON) -> list[JSON]:
 def _item_events(item: JSON) -> list[JSON]:
     if item["type"] == "function_call":
         empty: JSON = {"arguments": "", "status": "in_progress"}
-        inner = _arguments_events(item)
+        text, base, name = item["arguments"], {"item_id": item["id"]}, "response.function_call_arguments"
+        inner = [
+            {"type": f"{name}.delta", "delta": text, **base},
+            {"type": f"{name}.done", "arguments": text, "name": item["name"], **base},
+        ]
     else:
         empty = {"content": [], "status": "in_progress"}
         inner = [event for at, part in enumerate(item["content"]) for event in _part_events(item["id"], at, part)]
@@ -240,15 +227,6 @@ def _item_events(item: JSON) -> list[JSON]:
         {"type": "response.output_item.added", "item": item | empty},
         *inner,
         {"type": "response.output_item.done", "item": item},
-    ]
-
-
-def _arguments_events(item: JSON) -> list[JSON]:
-    text, base = item["arguments"], {"item_id": item["id"]}
-    name = "response.function_call_arguments"
-    return [
-        {"type": f"{name}.delta", "delta": text, **base},
-        {"type": f"{name}.done", "arguments": text, "name": item["name"], **base},
     ]
 
 

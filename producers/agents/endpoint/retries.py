@@ -9,6 +9,7 @@ import time
 import weakref
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
+from typing import Any
 
 from producers.agents.protocol import OpenSession, SampledAnswer
 
@@ -28,16 +29,19 @@ class Generation:
     waiting: int = 0
     delivered: float | None = None
     unwanted: asyncio.TimerHandle | None = field(default=None, repr=False)
-    forgotten: bool = False
 
 
 class Generations:
-    """The model calls of one session by their requests. ``session``, held weakly, forgets undelivered answers."""
+    """The endpoint's state of a session, which is held weakly and forgets undelivered answers: its model calls.
+
+    responses: messages up to each of its last responses, by id.
+    """
 
     def __init__(self, session: OpenSession, patience_s: float = PATIENCE_S) -> None:
         self._session = weakref.ref(session)
         self._patience_s = patience_s
-        self._known: dict[bytes, list[Generation]] = {}
+        self._known: list[Generation] = []
+        self.responses: dict[str, list[dict[str, Any]]] = {}
 
     def ask(
         self, digest: bytes, retry: bool, complete: Callable[[], Coroutine[None, None, list[SampledAnswer]]]
@@ -46,12 +50,13 @@ class Generations:
 
         Each call must be followed by one of ``leave``.
         """
-        self._drop_old()
+        oldest = time.monotonic() - KEEP_S
+        self._known = [g for g in self._known if g.waiting or g.delivered is None or g.delivered >= oldest]
         generation = self._find(digest, retry)
         if generation is None:
             generation = Generation(digest, asyncio.ensure_future(complete()), int(time.time()))
-            self._known.setdefault(digest, []).append(generation)
-            generation.task.add_done_callback(lambda task: self._done(generation, task))
+            self._known.append(generation)
+            generation.task.add_done_callback(lambda _: self._done(generation))
         if generation.unwanted is not None:
             generation.unwanted.cancel()
             generation.unwanted = None
@@ -63,20 +68,18 @@ class Generations:
         generation.waiting -= 1
         if delivered:
             generation.delivered = time.monotonic()
-        if not generation.waiting and generation.delivered is None and not generation.forgotten:
+        if not generation.waiting and generation.delivered is None and generation in self._known:
             loop = asyncio.get_running_loop()
             generation.unwanted = loop.call_later(self._patience_s, self._forget, generation)
 
     def close(self) -> None:
-        """Cancel all generations under way."""
-        for generations in self._known.values():
-            for generation in generations:
-                if generation.unwanted is not None:
-                    generation.unwanted.cancel()
-                generation.task.cancel()
+        for generation in self._known:
+            if generation.unwanted is not None:
+                generation.unwanted.cancel()
+            generation.task.cancel()
 
     def _find(self, digest: bytes, retry: bool) -> Generation | None:
-        equal = self._known.get(digest, [])
+        equal = [g for g in self._known if g.digest == digest]
         broken = [g for g in equal if not g.waiting and g.delivered is None]
         if broken:
             return broken[0]
@@ -85,36 +88,19 @@ class Generations:
         return next((g for g in reversed(equal) if g.delivered is None), equal[-1])
 
     def _forget(self, generation: Generation) -> None:
-        generation.forgotten = True
-        self._remove(generation)
-        if not generation.task.done():
-            generation.task.cancel()
-        else:
-            self._take_out(generation.task)
+        if generation in self._known:
+            self._known.remove(generation)
+            if not generation.task.cancel():
+                self._take_out(generation.task)
 
-    def _done(self, generation: Generation, task: asyncio.Task[list[SampledAnswer]]) -> None:
-        if task.cancelled() or task.exception() is not None:
-            self._remove(generation)
-            generation.forgotten = True
-        elif generation.forgotten:
-            self._take_out(task)
+    def _done(self, generation: Generation) -> None:
+        if generation not in self._known:
+            self._take_out(generation.task)
+        elif generation.task.cancelled() or generation.task.exception() is not None:
+            self._known.remove(generation)
 
     def _take_out(self, task: asyncio.Task[list[SampledAnswer]]) -> None:
         session = self._session()
-        if session is not None and not task.cancelled() and task.exception() is None:
+        if not task.cancelled() and task.exception() is None and session is not None:
             for answer in task.result():
                 session.forget(answer.call)
-
-    def _drop_old(self) -> None:
-        oldest = time.monotonic() - KEEP_S
-        for generations in list(self._known.values()):
-            for generation in list(generations):
-                if generation.delivered is not None and generation.delivered < oldest and not generation.waiting:
-                    self._remove(generation)
-
-    def _remove(self, generation: Generation) -> None:
-        generations = self._known.get(generation.digest, [])
-        if generation in generations:
-            generations.remove(generation)
-        if not generations:
-            self._known.pop(generation.digest, None)

@@ -20,13 +20,7 @@ START_S = 10.0
 
 
 class EndpointServer:
-    """Serves agents from ``start`` to ``close``::
-
-    server = EndpointServer(sessions, settings)
-    url = await server.start()                 # http://127.0.0.1:41234
-    base_url = f"{url}/s/{token}/v1"           # of one agent
-    await server.close()                       # within a second; waiting requests are broken off
-    """
+    """Serves agents from ``start`` to ``close``, which takes less than a second: waiting requests are broken off."""
 
     def __init__(
         self,
@@ -41,7 +35,7 @@ class EndpointServer:
         self._serving: asyncio.Task[None] | None = None
 
     async def start(self) -> str:
-        """Listen; returns the URL without a path. ConfigError if the address can't be used."""
+        """Listen; returns the URL without a path, http://127.0.0.1:41234. ConfigError if the address can't be used."""
         listener = listen(self._settings.address)
         self._server = _UvicornServer(
             uvicorn.Config(
@@ -69,7 +63,6 @@ class EndpointServer:
         return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
     async def close(self) -> None:
-        """End all requests and stop listening."""
         if self._server is None or self._serving is None:
             return
         self._endpoint.close()
