@@ -66,16 +66,16 @@ class OpenSession(Protocol):
         """Remove an answer from the record, because no client received it."""
 
     def set_reward(self, value: float, completion_id: str | None = None) -> None:
-        """Set the reward of the episode, or of one of its answers; SessionError if there is no such answer."""
+        """Set the reward of the episode, or of one answer. SessionError if there is no such answer, or for a user."""
 
     def add_metrics(self, metrics: dict[str, float]) -> None:
-        """Record the agent's metrics of its episode."""
+        """Record the agent's metrics of its episode. SessionError if their names become too long, or for a user."""
 
     async def count_tokens(self, request: CallRequest) -> int:
-        """Return the number of tokens in the prompt of the request."""
+        """Return the number of tokens in the prompt of the request; a lower bound if it is far too long."""
 
     def finish(self) -> None:
-        """End the episode at the agent's request."""
+        """End the episode at the agent's request. SessionError for a user."""
 
 
 class OpenSessions(Protocol):

@@ -63,7 +63,7 @@ class Counts:
 
 
 class Session:
-    """One running episode. Requests may overlap if agents work side by side.
+    """One running episode, an OpenSession. Requests may overlap if agents work side by side.
 
     limit: the limit that the agent has reached, so that its end is an outcome and not a failure; None: no limit. note:
     of RolloutContext, for this sample.
@@ -204,7 +204,6 @@ class Session:
         self._asked[digest].discard(place)
 
     def set_reward(self, value: float, completion_id: str | None = None) -> None:
-        """Set the reward of the episode, or of one answer. SessionError if there is no such answer, or for a user."""
         self._refuse_users()
         if completion_id is None:
             self.reward = value
@@ -214,7 +213,6 @@ class Session:
             self.conversation.set_reward(self._numbers[completion_id], value)
 
     def add_metrics(self, metrics: dict[str, float]) -> None:
-        """Record the agent's metrics of its episode. SessionError if their names become too long, or for a user."""
         self._refuse_users()
         all_metrics = self.metrics | metrics
         if sum(map(len, all_metrics)) > MOST_NAMES:
@@ -222,7 +220,6 @@ class Session:
         self.metrics = all_metrics
 
     async def count_tokens(self, request: CallRequest) -> int:
-        """Return the number of tokens in the prompt of the request; a lower bound if it is far too long."""
         self._check_open()
         least = self._least_tokens(request)
         if least > self._policy.max_length:
@@ -231,7 +228,6 @@ class Session:
             return len((await asyncio.to_thread(self._prompt, request)).ids)
 
     def finish(self) -> None:
-        """End the episode at the agent's request. SessionError for a user."""
         self._refuse_users()
         self.finished.set()
 
@@ -321,9 +317,12 @@ class Session:
         """Sample every choice: from the record if the same tokens were asked before, else by the engine."""
         keys = [digest_key(prompt.digest, place) for place in places]
         limit = min(self._sampling.max_tokens, room, request.max_tokens or room)
-        sampling = msgspec.structs.replace(
-            self._sampling, max_tokens=limit, stop=[*self._sampling.stop, *request.stop], seed=self._seed()
-        )
+        seed = self._sampling.seed
+        if seed is not None:
+            # Calls of an episode, and episodes of a group, differ.
+            seed += (self._sample << 16) + (self.counts.calls << 4)
+        stop = [*self._sampling.stop, *request.stop]
+        sampling = msgspec.structs.replace(self._sampling, max_tokens=limit, stop=stop, seed=seed)
         recorded = {k: self._saved[key] for k, key in enumerate(keys) if key in self._saved}
         fresh = [k for k in range(request.n) if k not in recorded]
         growing = [k for k, call in recorded.items() if call.finish == "abort"]
@@ -349,12 +348,6 @@ class Session:
             for k, completion in zip([*fresh, *growing], results, strict=True):
                 answers[k] = continued_completion(recorded[k], completion) if k in recorded else completion
         return [answers[k] for k in range(request.n)]
-
-    def _seed(self) -> int | None:
-        """Return a seed for this call, so that calls of an episode and episodes of a group differ."""
-        if self._sampling.seed is None:
-            return None
-        return self._sampling.seed + (self._sample << 16) + (self.counts.calls << 4)
 
     def _parse(
         self, request: CallRequest, prompt_ids: Sequence[int], completions: Sequence[Completion]

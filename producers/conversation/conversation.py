@@ -117,25 +117,21 @@ class Conversation:
         make = partial(
             NextPrompt, name=name, chain=chain, settings=settings, system=_system_key(messages), repeated=repeated
         )
-        if not matches:
-            asked = any(message.get("role") == "assistant" for message in messages)
-            why: Why = "history rewritten" if asked and self._calls else "first"
-            ids, images = self._encode(messages, tools, args)
-            return make(ids, why, new=list(messages), images=images)
         restored = list(messages)
         for place, call in matches:
             restored[place] = call.answer
-        place, parent = matches[-1]
-        new = list(messages[place + 1 :])
-        suffix, why = None, "joined"
-        if any(message.get("role") == "assistant" for message in new):
+        place, parent = matches[-1] if matches else (-1, None)
+        new, suffix = list(messages[place + 1 :]), None
+        why: Why = "first"
+        if self._calls and any(message.get("role") == "assistant" for message in new):
             why = "history rewritten"
-        elif parent.settings != settings:
+        elif parent is not None and parent.settings != settings:
             why = "tools changed"
-        else:
+        elif parent is not None:
             suffix, why = self._suffix(NewTurn(restored[:place], parent.answer, new, None, tools, args), parent)
-        if suffix is None:
-            ids, images = self._encode(restored, tools, args)
+        if parent is None or suffix is None:
+            text = self._template.render(restored, tools, args=args)
+            ids, images = self.images.expand(self._template.ids(text), restored)
             return make(ids, why, new=list(messages), images=images)
         held = row_ids(self._calls, parent.number)
         more, images = self.images.expand(suffix, new, len(held))
@@ -322,11 +318,6 @@ class Conversation:
         if text is None:
             return None, "no bridge" if self._history == "held" else "template"
         return template.ids(text, after=tokens[-1] if closed else None), "joined"
-
-    def _encode(
-        self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] | None, args: dict[str, Any] | None
-    ) -> tuple[list[int], list[PlacedImage]]:
-        return self.images.expand(self._template.ids(self._template.render(messages, tools, args=args)), messages)
 
     def _agent(self, prompt: NextPrompt) -> str:
         """Name the agent that starts a row: by the given name or, without one, by its first system prompt."""

@@ -59,7 +59,11 @@ class Jsonl(RowReader):
 
     def _parse(self, line: bytes, where: str, folder: Path, load: bool = True) -> Example:
         example = self.read(_decode(line, where), where, folder, load)
-        _check_numbers(example.data, where)
+        try:
+            # JSON has integers of any size, MessagePack has 64 bits.
+            msgspec.msgpack.encode(example.data)
+        except (OverflowError, ValueError, TypeError, RecursionError) as error:
+            raise DataError(f"{where}: cannot be sent: {error}") from error
         return example
 
     def _index(self, file: Path) -> array[int]:
@@ -88,14 +92,6 @@ def _decode(line: bytes, where: str) -> Any:
         return msgspec.json.decode(line)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise DataError(f"{where}: not JSON: {error}; every line must be a whole object") from error
-
-
-def _check_numbers(data: dict[str, Any], where: str) -> None:
-    # JSON has integers of any size, MessagePack has 64 bits.
-    try:
-        msgspec.msgpack.encode(data)
-    except (OverflowError, ValueError, TypeError, RecursionError) as error:
-        raise DataError(f"{where}: cannot be sent: {error}") from error
 
 
 def _find(base: Path, patterns: list[str]) -> list[Path]:

@@ -150,20 +150,19 @@ def _read_messages(value: Any, where: str, images: list[Any]) -> list[ChatMessag
         raise DataError(f"{where} must be text or a list of role and content, is {type(value).__name__}")
     messages = []
     for item in value:
-        role, content = (item.get("role"), item.get("content")) if isinstance(item, Mapping) else (None, None)
-        if isinstance(item, Mapping) and item.get("tool_calls"):
+        item = item if isinstance(item, Mapping) else {}
+        if item.get("tool_calls"):
             raise DataError(f"{where}: a prompt's message cannot have tool_calls: write them into its content")
-        if isinstance(item, Mapping) and item.get("tool_call_id"):
+        if item.get("tool_call_id"):
             # It would name none: without the calls a template has nothing to compare it with.
             raise DataError(
                 f"{where}: a prompt's message cannot have tool_call_id: write calls into the content, and remove it"
             )
-        if isinstance(role, str) and isinstance(content, list):
-            messages.append(ChatMessage(role, [_part(part, where, images) for part in content]))
-            continue
-        if not isinstance(role, str) or not isinstance(content, str):
+        role, content = item.get("role"), item.get("content")
+        if not isinstance(role, str) or not isinstance(content, str | list):
             raise DataError(f"{where}: every message needs a role and a content, text or a list of parts")
-        messages.append(ChatMessage(role, content))
+        shown = content if isinstance(content, str) else [_part(part, where, images) for part in content]
+        messages.append(ChatMessage(role, shown))
     return messages
 
 

@@ -10,7 +10,6 @@ from producers.agents.endpoint.errors import bad_request
 from producers.agents.endpoint.protocols import (
     JSON,
     Asker,
-    ImageForm,
     Message,
     ModelRequest,
     content_parts,
@@ -136,7 +135,7 @@ def _url(block: JSON, where: str) -> str:
     raise bad_request(f"{where}: an image of source {source.get('type')!r} is not supported, only base64")
 
 
-IMAGES = ImageForm("image", _url)
+IMAGES = {"image": _url}
 
 
 def _assistant(content: list[JSON], where: str) -> Message:

@@ -9,7 +9,7 @@ from producers.agents.endpoint.errors import bad_request
 from producers.agents.endpoint.protocols import (
     JSON,
     Asker,
-    ImageForm,
+    ImageForms,
     Message,
     ModelRequest,
     answer_message,
@@ -23,7 +23,7 @@ from producers.agents.endpoint.protocols import (
 from producers.agents.protocol import CallRequest, SampledAnswer
 
 DONE = b"data: [DONE]\n\n"
-IMAGES = ImageForm("image_url", lambda part, where: image_url(part.get("image_url"), where))
+IMAGES: ImageForms = {"image_url": lambda part, where: image_url(part.get("image_url"), where)}
 
 
 class OpenAiBody(msgspec.Struct, kw_only=True):

@@ -1,7 +1,7 @@
 """The common parts of the protocols: reading a body, the settings that a client can't change, and writing JSON."""
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -15,6 +15,8 @@ from schemas.config.agents import AgentsConfig
 JSON = dict[str, Any]
 Message = dict[str, Any]
 """A chat message in OpenAI's form."""
+ImageForms = Mapping[str, Callable[[JSON, str], str]]
+"""How a protocol writes images: by the type of such a part, what returns its URL."""
 T = TypeVar("T")
 MAX_VALUES = 2_000_000
 """Values in a body, at most; decoding them takes 0.1 s and 150 MB, and Python runs nothing else meanwhile."""
@@ -133,31 +135,31 @@ def stop_strings(stop: str | list[str] | None) -> list[str]:
     return [text for text in ([stop] if isinstance(stop, str) else stop or []) if text]
 
 
-@dataclass(frozen=True)
-class ImageForm:
-    """How a protocol writes an image: the type of such a part, and a function that returns its URL."""
-
-    kind: str
-    url: Callable[[JSON, str], str]
-
-
 def content_parts(
-    content: Any, where: str, kinds: Sequence[str] = ("text",), images: ImageForm | None = None
+    content: Any, where: str, kinds: Sequence[str] = ("text",), images: ImageForms | None = None
 ) -> str | list[Message]:
     """Return content as text, or as parts in OpenAI's form. ``where`` names it in errors.
 
     kinds: types of text parts. images: how image parts are written; None: not allowed.
     """
+    images = images or {}
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
         raise bad_request(f"{where}: content must be text or a list of parts")
     found_parts: list[Message] = []
     for part in content:
-        if images is not None and isinstance(part, dict) and part.get("type") == images.kind:
-            found_parts.append({"type": "image_url", "image_url": {"url": images.url(part, where)}})
+        kind = part.get("type") if isinstance(part, dict) else None
+        if isinstance(part, str):
+            found_parts.append({"type": "text", "text": part})
+        elif isinstance(kind, str) and kind in images:
+            found_parts.append({"type": "image_url", "image_url": {"url": images[kind](part, where)}})
+        elif kind not in kinds:
+            allowed = ", ".join([*kinds, *images])
+            raise bad_request(f"{where}: content of type {kind!r} is not supported, only {allowed}")
+        elif not isinstance(text := part.get("refusal" if kind == "refusal" else "text"), str):
+            raise bad_request(f"{where}: a part of type {kind!r} must have text")
         else:
-            text = _text(part, where, kinds, [*kinds, *([images.kind] if images else [])])
             found_parts.append({"type": "text", "text": text})
     if len(found_parts) < 2 and all("text" in part for part in found_parts):
         return "".join(part["text"] for part in found_parts)
@@ -170,18 +172,6 @@ def image_url(value: Any, where: str) -> str:
     if not isinstance(url, str):
         raise bad_request(f"{where}: an image must have a URL with its data in base64, such as data:image/png;base64,…")
     return url
-
-
-def _text(part: Any, where: str, kinds: Sequence[str], allowed: Sequence[str]) -> str:
-    if isinstance(part, str):
-        return part
-    kind = part.get("type") if isinstance(part, dict) else None
-    if kind not in kinds:
-        raise bad_request(f"{where}: content of type {kind!r} is not supported, only {', '.join(allowed)}")
-    text = part.get("refusal" if kind == "refusal" else "text")
-    if not isinstance(text, str):
-        raise bad_request(f"{where}: a part of type {kind!r} must have text")
-    return text
 
 
 def function_tools(tools: Sequence[Any] | None, schema: str) -> list[JSON] | None:

@@ -14,7 +14,7 @@ from producers.agents.endpoint.errors import bad_request
 from producers.agents.endpoint.protocols import (
     JSON,
     Asker,
-    ImageForm,
+    ImageForms,
     Message,
     ModelRequest,
     answer_message,
@@ -30,7 +30,7 @@ from producers.agents.protocol import CallRequest, SampledAnswer
 KEPT = 32
 """The number of a session's last responses that a request can refer to."""
 TEXTS = ("input_text", "output_text", "text", "refusal", "summary_text", "reasoning_text")
-IMAGES = ImageForm("input_image", lambda part, where: image_url(part.get("image_url"), where))
+IMAGES: ImageForms = {"input_image": lambda part, where: image_url(part.get("image_url"), where)}
 UNSUPPORTED = ("background", "conversation", "prompt")
 
 

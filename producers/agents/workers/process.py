@@ -316,7 +316,12 @@ class AgentProcess:
             self._lingering.discard(message.episode)
             if episode is not None:
                 del self._episodes[message.episode]
-                self._finish(episode, message)
+                if episode.ending is not None:
+                    episode.finish(episode.ending, _late(episode))
+                elif message.kind == "cancelled":
+                    episode.finish("raised", "CancelledError: it cancelled itself", "asyncio.CancelledError")
+                else:
+                    episode.finish(message.kind, message.error, message.error_type)
             self._kill_if_done()
         elif episode is None:
             return
@@ -341,14 +346,6 @@ class AgentProcess:
         except DataError as error:
             problem = str(error)
         self._send(NoteKept(note.note, problem))
-
-    def _finish(self, episode: _RunningEpisode, ended: Ended) -> None:
-        if episode.ending is not None:
-            episode.finish(episode.ending, _late(episode))
-        elif ended.kind == "cancelled":
-            episode.finish("raised", "CancelledError: it cancelled itself", "asyncio.CancelledError")
-        else:
-            episode.finish(ended.kind, ended.error, ended.error_type)
 
 
 def _late(episode: _RunningEpisode) -> str:
