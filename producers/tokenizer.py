@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from schemas.errors import ConfigError, DataError
+from schemas.errors import ConfigError, DataError, first_line
 from schemas.messages import ChatMessage, Task
 from schemas.model_folder import read_json, resolve_folder
 
@@ -22,10 +22,7 @@ _GENERIC = ("TokenizersBackend", "PreTrainedTokenizerFast")
 
 
 class HfTokenizer:
-    """A Hugging Face tokenizer from a model folder (or hub id).
-
-    ConfigError if the folder has none. DataError if there are messages but no chat template.
-    """
+    """The tokenizer of a folder (or hub id): ConfigError if it has none, DataError for chats without a template."""
 
     def __init__(self, path: str, trust_remote_code: bool = False) -> None:
         self._path = path
@@ -88,11 +85,8 @@ class HfTokenizer:
         elif task.messages is not None:
             messages = [{"role": m.role, "content": m.plain} for m in task.messages]
             begun = is_begun(task.messages)
-            ids = list(
-                self._apply_template(
-                    messages, tokenize=True, add_generation_prompt=not begun, continue_final_message=begun
-                )
-            )
+            settings = {"add_generation_prompt": not begun, "continue_final_message": begun}
+            ids = list(self._apply_template(messages, tokenize=True, **settings))
         else:
             ids = list(self.hf(task.text or "")["input_ids"])
         if not ids:
@@ -100,10 +94,7 @@ class HfTokenizer:
         return ids
 
     def closing_id(self, messages: Sequence[ChatMessage]) -> int:
-        """Return the special token with which the chat template closes an answer to ``messages``.
-
-        The end of sequence if it closes answers with none, or takes no answer.
-        """
+        """Return the special token with which the chat template closes an answer; the end of sequence without one."""
         turns = [{"role": m.role, "content": m.plain} for m in messages[: -1 if is_begun(messages) else None]]
         try:
             text = self.chat_text([*turns, {"role": "assistant", "content": _ANSWER}], generation_prompt=False)
@@ -128,8 +119,7 @@ class HfTokenizer:
         if args and (wrong := sorted(args.keys() & self._own_arguments)):
             raise DataError(f"a chat template has no argument {wrong[0]}")
         settings = {"add_generation_prompt": generation_prompt, "tools": list(tools) if tools else None}
-        text = self._apply_template(list(messages), tokenize=False, **settings, **(args or {}))
-        return str(text)
+        return str(self._apply_template(list(messages), tokenize=False, **settings, **(args or {})))
 
     @cached_property
     def _own_arguments(self) -> frozenset[str]:
@@ -209,5 +199,4 @@ def _load(folder: Path, trust_remote_code: bool) -> PreTrainedTokenizerBase:
         found = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
         return cast("PreTrainedTokenizerBase", found)
     except (OSError, ValueError, KeyError) as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise ConfigError(f"no usable tokenizer in {folder}: {reason}") from error
+        raise ConfigError(f"no usable tokenizer in {folder}: {first_line(error)}") from error

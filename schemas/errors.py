@@ -64,6 +64,11 @@ def describe_error(error: BaseException) -> str:
     return printable(f"{type(error).__name__}: {text}".rstrip(": "))[:400]
 
 
+def first_line(error: BaseException) -> str:
+    """Return the first line of an exception's text, or its type if it has none."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
 def printable(text: str) -> str:
     """Return the text with escapes for half characters, which UTF-8 can't encode."""
     return text.encode("utf-8", "backslashreplace").decode()

@@ -4,7 +4,7 @@ import threading
 from pathlib import Path
 
 from schemas.config import TidemillConfig
-from schemas.errors import ConfigError
+from schemas.errors import ConfigError, first_line
 from schemas.model_folder import read_json, split_revision
 
 HUB_DEADLINE_S = 3.0
@@ -91,7 +91,7 @@ def _ask_hub(path: str, setting: str) -> None:
             files = [each.rfilename for each in info.siblings or []]
             answers.append(None if not files or "config.json" in files else "the Hub's model has no config.json")
         except Exception as error:  # noqa: BLE001 - those of the HTTP library that the hub's client happens to use
-            answers.append(f"the Hub answered: {(str(error).strip() or type(error).__name__).splitlines()[0]}")
+            answers.append(f"the Hub answered: {first_line(error)}")
 
     thread = threading.Thread(target=ask, daemon=True, name="hub")
     thread.start()

@@ -15,9 +15,9 @@ import numpy as np
 import numpy.typing as npt
 from numpy.lib.stride_tricks import sliding_window_view
 
-from producers.engines.base import Ability, Completion, EngineSettings, KvCacheUsage, ProgressCallback, PromptImage
+from producers.engines.base import Ability, Completion, Engine, EngineSettings, PromptImage
 from schemas.errors import ConfigError, DataError, InfraError
-from schemas.messages import Sampling, WeightSource
+from schemas.messages import WeightSource
 from schemas.messages.fragments import CLOSE_TO_1, LOG_STD_BOUNDS, NORMALISED_BOUND, NORMALISED_EPS, probe_observations
 from schemas.policy_shape import PolicyShape
 
@@ -68,19 +68,15 @@ class Perceptron:
             expected |= {f"layers.{2 * k}.weight": (following, size), f"layers.{2 * k}.bias": (following,)}
         filters = shape.filters if shape.picture is not None else ()
         channels = shape.picture[2] if shape.picture is not None else 0
-        for k, (following, side, _) in enumerate(filters):
-            expected |= {
-                f"pixels.{2 * k}.weight": (following, channels, side, side),
-                f"pixels.{2 * k}.bias": (following,),
-            }
-            channels = following
+        for k, (count, side, _) in enumerate(filters):
+            expected |= {f"pixels.{2 * k}.weight": (count, channels, side, side), f"pixels.{2 * k}.bias": (count,)}
+            channels = count
         found = {name: tensor.shape for name, tensor in tensors.items()}
         if found != expected:
             raise DataError(f"weights of shapes {found} are not those of model.path, {expected}")
-        parts = {"layers": len(sizes) - 1, "pixels": len(filters)}
         layers, pixels = (
-            [(tensors[f"{name}.{2 * k}.weight"], tensors[f"{name}.{2 * k}.bias"]) for k in range(count)]
-            for name, count in parts.items()
+            [(tensors[f"{name}.{2 * k}.weight"], tensors[f"{name}.{2 * k}.bias"]) for k in range(number)]
+            for name, number in (("layers", len(sizes) - 1), ("pixels", len(filters)))
         )
         moments = (tensors[_MOMENTS[0]], tensors[_MOMENTS[1]]) if shape.normalise else None
         return cls(shape, layers, tensors.get("log_std"), pixels, moments)
@@ -159,7 +155,7 @@ class Perceptron:
         return self.logprobs(outputs, np.asarray(tokens[1:])[:, None] % self._shape.counts)
 
 
-class MlpEngine:
+class MlpEngine(Engine):
     """The engine ``mlp``; see Engine for its methods. It samples actions, by ``act``, in the place of tokens."""
 
     lacks: Mapping[Ability, str] = {
@@ -184,10 +180,6 @@ class MlpEngine:
     def growth(self) -> int | None:
         """See Engine; the number of actions so far."""
         return self._acted if self._playing and not self._paused else None
-
-    def cache_usage(self) -> KvCacheUsage | None:
-        """Return None: there is no limit."""
-        return None
 
     async def start(self) -> None:
         """Return at once: the first weights are those that the trainer publishes."""
@@ -219,15 +211,7 @@ class MlpEngine:
             self._acted += 1
             return Acted(*policy.sample(policy.outputs(observations), rng, greedy), version)
 
-    async def generate(
-        self,
-        prompt_ids: Sequence[int],
-        sampling: Sampling,
-        n: int = 1,
-        prefix: Sequence[int] = (),
-        progress: ProgressCallback | None = None,
-        images: Sequence[PromptImage] = (),
-    ) -> list[Completion]:
+    async def generate(self, *_: Any, **__: Any) -> list[Completion]:
         """Raise DataError: this engine samples actions."""
         raise DataError("the engine mlp samples actions, no tokens: set generator.workflow.name to fragments")
 

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from schemas.config import HttpEngineConfig, LoraConfig
 from schemas.images import ImageSettings
-from schemas.messages import FinishReason, Sampling, Span, WeightSource
+from schemas.messages import FinishReason, Sampling, Span, WeightSource, add_spans
 
 
 @dataclass(frozen=True)
@@ -35,12 +35,11 @@ class PromptImage:
 class EngineSettings:
     """The arguments that an engine is built from.
 
-    dtype: torch's name without prefix. max_length: tokens of prompt and completion together.
-    max_samples: the most samples in flight. args: passed to the engine library.
-    recompute: after an update, requests in flight recompute their keys and values instead of keeping them.
-    report_every: ``generate`` reports a growing sample to ``progress`` after so many tokens; None: never.
-    lora: set if loaded files hold an adapter instead of the model; a new engine has no adapter.
-    http: the server of the engine http. images: how images are cut into patches; None for a text model.
+    dtype: torch's name without prefix. max_length: tokens of prompt and completion together. max_samples: the most
+    samples in flight. args: passed to the engine library. recompute: after an update, requests in flight recompute
+    their keys and values instead of keeping them. report_every: ``generate`` reports a growing sample to ``progress``
+    after so many tokens; None: never. lora: set if loaded files hold an adapter instead of the model; a new engine has
+    no adapter. http: the server of the engine http. images: how images are cut into patches; None for a text model.
     frozen_vision: loaded files lack the vision tower, which keeps its weights. routed_experts: completions report the
     experts of each token. sleeps: ``sleep`` will be called. output_tokens: ids of the only tokens that are sampled, and
     among which log-probabilities are computed; None: all. exact: compute a token the same, to the last bit, whatever is
@@ -90,12 +89,11 @@ ABILITIES: Mapping[Ability, str] = {
 class Completion:
     """A sampled completion of G tokens.
 
-    tokens: G ids, with the end-of-sequence token if it was sampled.
-    logprobs: float32 [G], natural log, of the distribution that was sampled from (after temperature).
-    spans: weight versions over [0, G), in order, without gaps.
-    finish: ``abort`` if ``abort_all`` ended it early; tokens are those sampled by then.
-    routed_experts: uint8 or uint16 [P + G - 1, L, k], the k experts in each of L layers, for the prompt's P tokens and
-    all sampled tokens but the last, which no layer read; None without ``settings.routed_experts``.
+    tokens: G ids, with the end-of-sequence token if it was sampled. logprobs: float32 [G], natural log, of the
+    distribution that was sampled from (after temperature). spans: weight versions over [0, G), in order, without gaps.
+    finish: ``abort`` if ``abort_all`` ended it early; tokens are those sampled by then. routed_experts: uint8 or uint16
+    [P + G - 1, L, k], the k experts in each of L layers, for the prompt's P tokens and all sampled tokens but the last,
+    which no layer read; None without ``settings.routed_experts``.
     """
 
     tokens: list[int]
@@ -103,6 +101,39 @@ class Completion:
     spans: list[Span]
     finish: FinishReason
     routed_experts: npt.NDArray[Any] | None = None
+
+
+FINISH: Mapping[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
+"""The words with which vLLM and servers end a sample."""
+
+
+@dataclass(kw_only=True)
+class GrowingSample:
+    """The part of a completion that has been sampled. reported: its tokens at the last call of ``completion``."""
+
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    spans: list[Span] = field(default_factory=list)
+    finish: FinishReason | None = None
+    reported: int = 0
+    routed_experts: npt.NDArray[Any] | None = None
+
+    def add(self, tokens: Sequence[int], logprobs: Sequence[float], version: int) -> None:
+        """Add new tokens, all of this weight version."""
+        start = len(self.tokens)
+        self.tokens += tokens
+        self.logprobs += logprobs
+        add_spans(self.spans, [Span(version, start, len(self.tokens))] if tokens else [])
+
+    def is_due(self, every: int | None) -> bool:
+        """Tell whether it still grows, and has grown by ``every`` tokens since the last report; None: never."""
+        return every is not None and self.finish is None and len(self.tokens) - self.reported >= every
+
+    def completion(self) -> Completion:
+        """Return the tokens so far; ``finish`` is ``abort`` while it grows."""
+        self.reported = len(self.tokens)
+        logprobs = np.asarray(self.logprobs, dtype=np.float32)
+        return Completion(list(self.tokens), logprobs, list(self.spans), self.finish or "abort", self.routed_experts)
 
 
 @dataclass(frozen=True)
@@ -124,15 +155,14 @@ ProgressCallback = Callable[[int, Completion], None]
 
 
 class Engine(Protocol):
-    """Generation with weights that change during requests. All methods raise InfraError if the engine has failed."""
+    """Generation with weights that change during requests. All methods raise InfraError if the engine has failed.
 
-    @property
-    def lacks(self) -> Mapping[Ability, str]:
-        """The abilities that this engine lacks, each with the reason; known before ``start``."""
+    lacks: the abilities that it lacks, each with the reason; known before ``start``. version: that of the weights that
+    new tokens are sampled with.
+    """
 
-    @property
-    def version(self) -> int:
-        """Weight version that new tokens are sampled with."""
+    lacks: Mapping[Ability, str]
+    version: int
 
     async def start(self) -> None:
         """Load the model; returns when the engine can generate."""
@@ -148,22 +178,19 @@ class Engine(Protocol):
     ) -> list[Completion]:
         """Sample n completions of one prompt. ``images`` is passed only if the prompt contains images.
 
-        ``progress`` is called once for each sample when it is finished, even if others still run, and before
-        that each time it has grown by ``settings.report_every`` tokens.
+        ``progress`` is called once for each sample when it is finished, even if others still run, and before that each
+        time it has grown by ``settings.report_every`` tokens.
 
-        ``prefix`` holds tokens that another generator sampled before it handed the sample over. They count
-        towards ``sampling.max_tokens``; completions hold only new tokens. If the prefix has used up the limit,
-        they are empty with finish ``length``. At temperature 0 log-probabilities are those at temperature 1.
-        DataError if the prompt is too long.
+        ``prefix`` holds tokens that another generator sampled before it handed the sample over. They count towards
+        ``sampling.max_tokens``; completions hold only new tokens, none with finish ``length`` if the limit is used up.
+        At temperature 0 log-probabilities are those at temperature 1. DataError if the prompt is too long.
         """
 
     async def load(self, source: WeightSource, version: int) -> None:
         """Replace all weights, or the adapter, by those of ``source`` while requests run; see ``settings.recompute``.
 
-        No request that starts afterwards uses keys and values of older weights.
-
-        Generation resumes by itself, unless ``pause`` was called before. After an error the old version is
-        still in use, or InfraError says that it is not.
+        No request that starts afterwards uses keys and values of older weights. Generation resumes by itself, unless
+        ``pause`` was called before. After an error the old version is still in use, or InfraError says that it is not.
         """
 
     async def logprobs(self, token_ids: Sequence[int], images: Sequence[PromptImage] = ()) -> npt.NDArray[np.float32]:
@@ -177,6 +204,7 @@ class Engine(Protocol):
 
     def cache_usage(self) -> KvCacheUsage | None:
         """Return how full the cache is; None if ``settings.max_samples`` is the only limit. Does not block."""
+        return None
 
     async def pause(self) -> None:
         """Stop generating and keep the requests. No token is sampled after this returns."""

@@ -6,10 +6,9 @@ the weights are undefined: the engine has failed, and nothing is sampled from it
 """
 
 import asyncio
-import re
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
@@ -17,7 +16,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from producers.engines.base import Completion, EngineSettings, ProgressCallback, PromptImage
+from producers.engines.base import Completion, Engine, EngineSettings, ProgressCallback, PromptImage
 from producers.engines.sampling import max_new_tokens
 from schemas.errors import ConfigError, DataError, InfraError
 from schemas.messages import FinishReason, Sampling, WeightSource
@@ -35,44 +34,42 @@ _ABORTS = 5
 
 
 class RequestGate:
-    """The gate before an engine: requests wait while a caller holds it closed. Use it in one event loop only."""
+    """The gate before an engine: requests wait while a caller holds it closed. Use it in one event loop only.
+
+    holders: the callers that do. rejections: number of calls of ``reject_waiting``.
+    """
 
     def __init__(self) -> None:
-        self._closed = 0
-        self.rejections = 0
-        """The number of calls of ``reject_waiting``."""
+        self.holders = self.rejections = 0
         self._changed = asyncio.Condition()
 
     async def wait_open(self, rejections: int | None = None) -> bool:
-        """Wait until the gate is open; False if ``reject_waiting`` was called first.
-
-        rejections: their number when the request arrived; by default the number at this call.
-        """
+        """Wait until the gate is open; False if more than ``rejections``, by default those so far, come first."""
         then = self.rejections if rejections is None else rejections
-        if self.rejections != then or not self._closed:
-            return self.rejections == then
-        async with self._changed:
-            await self._changed.wait_for(lambda: not self._closed or self.rejections != then)
-            return self.rejections == then
+        if self.holders and self.rejections == then:
+            async with self._changed:
+                await self._changed.wait_for(lambda: not self.holders or self.rejections != then)
+        return self.rejections == then
 
     @asynccontextmanager
     async def held_closed(self) -> AsyncIterator[None]:
         """Hold requests back for as long as the block runs."""
-        self._closed += 1
+        self.holders += 1
         try:
             yield
         finally:
-            self._closed -= 1
-            await self._notify()
+            await self.release(1)
+
+    async def release(self, holders: int) -> None:
+        """Hold requests back for so many callers less."""
+        self.holders -= holders
+        async with self._changed:
+            self._changed.notify_all()
 
     async def reject_waiting(self) -> None:
         """Reject all requests that wait before the gate now."""
         self.rejections += 1
-        await self._notify()
-
-    async def _notify(self) -> None:
-        async with self._changed:
-            self._changed.notify_all()
+        await self.release(0)
 
 
 @dataclass(frozen=True)
@@ -87,7 +84,7 @@ class SampleCall(Generic[Images]):
     progress: ProgressCallback | None
 
 
-class GatedEngine(ABC, Generic[Core, Images]):
+class GatedEngine(Engine, ABC, Generic[Core, Images]):
     """An engine whose core samples outside of this process; see Engine for the methods without an underscore.
 
     A subclass sets ``_core`` and ``_failure`` in ``start``, keeps the tasks of requests in ``_requests``, and
@@ -105,7 +102,7 @@ class GatedEngine(ABC, Generic[Core, Images]):
         self._requests: dict[str, asyncio.Task[Any]] = {}
         self._loads = 0
         self._gate = RequestGate()
-        self._paused: AsyncExitStack | None = None
+        self._paused = False
         self._woken = False
         """Whether the core runs for checks only: it was woken from its sleep, and requests wait for ``resume``."""
         self._loading = asyncio.Lock()
@@ -231,18 +228,21 @@ class GatedEngine(ABC, Generic[Core, Images]):
         self.check_weights(source.path, await asyncio.to_thread(read_shapes, source.path))
         async with self._loading, self._gate.held_closed(), self._update:
             await self._swap(source.path, version)
-            if self._paused is None or self._woken:
+            if not self._paused or self._woken:
                 await self.resume_core()
 
     def check_weights(self, path: Path, shapes: Shapes) -> None:
-        """Check that the tensors of a file fit the model; DataError if not."""
-        vision, frozen = self._settings.images is not None, self._settings.frozen_vision
+        """Raise DataError unless the tensors of a file fit the model."""
         settings = self._settings
-
-        def untrained() -> re.Pattern[str]:
-            return left_out(resolve_folder(settings.model_path, weights=False), settings.trust_remote_code)
-
-        check_fits(path, shapes, self._shapes, self._tied, vision=vision, frozen=frozen, left_out=untrained)
+        check_fits(
+            path,
+            shapes,
+            self._shapes,
+            self._tied,
+            vision=settings.images is not None,
+            frozen=settings.frozen_vision,
+            left_out=lambda: left_out(resolve_folder(settings.model_path, weights=False), settings.trust_remote_code),
+        )
 
     async def _swap(self, path: Path, version: int) -> None:
         swapped = False
@@ -273,18 +273,16 @@ class GatedEngine(ABC, Generic[Core, Images]):
         async with self._update:
             self._alive()
             await self.pause_core(False)
-            if self._paused is None:
-                self._paused = AsyncExitStack()
-                await self._paused.enter_async_context(self._gate.held_closed())
+            self._gate.holders += not self._paused
+            self._paused = True
 
     async def resume(self) -> None:
         async with self._update:
             self._alive()
             await self.resume_core()
             self._woken = False
-            held, self._paused = self._paused, None
-            if held is not None:
-                await held.aclose()
+            was_paused, self._paused = self._paused, False
+            await self._gate.release(was_paused)
 
     async def abort_all(self) -> None:
         """See Engine. InfraError if requests are left after a deadline."""

@@ -13,10 +13,9 @@ BENDING = ("logits_processors", "reasoning_config", "watermark_config")
 def check_sampling(sampling: Sampling, allow_truncated: bool = False, args: Mapping[str, Any] | None = None) -> None:
     """Raise ConfigError if training on such samples would be biased; call it once at start, for training only.
 
-    With top_p or top_k, engines report log-probabilities of the truncated, renormalised
-    distribution, but the trainer computes those of the full one: every importance ratio
-    is then wrong, by a factor that the data does not show. ``allow_truncated`` accepts that.
-    args: of the engine.
+    With top_p or top_k, engines report log-probabilities of the truncated, renormalised distribution, but the trainer
+    computes those of the full one: every importance ratio is then wrong, by a factor that the data does not show.
+    ``allow_truncated`` accepts that. args: of the engine.
     """
     if sampling.temperature == 0:
         raise ConfigError("sampling.temperature 0 is greedy: there is no distribution to train on, set it above 0")
@@ -43,8 +42,7 @@ def check_sampling(sampling: Sampling, allow_truncated: bool = False, args: Mapp
 def max_new_tokens(prompt: int, prefix: int, sampling: Sampling, max_length: int) -> int:
     """Return how many tokens may still be generated; 0 if the prefix has used up ``max_tokens``.
 
-    prompt, prefix: lengths in tokens; the prefix counts as generated. DataError if there is
-    no prompt or no room for a single token.
+    prompt, prefix: lengths; the prefix counts as generated. DataError without a prompt or room for a single token.
     """
     if prompt < 1:
         raise DataError("the prompt is empty: a model needs at least one token to continue")

@@ -7,15 +7,24 @@ requests, so a test can tell a lost sample from a different one.
 import asyncio
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from producers.engines.base import Ability, Completion, EngineSettings, KvCacheUsage, ProgressCallback, PromptImage
+from producers.engines.base import (
+    Ability,
+    Completion,
+    Engine,
+    EngineSettings,
+    GrowingSample,
+    ProgressCallback,
+    PromptImage,
+)
+from producers.engines.gated import RequestGate
 from producers.engines.sampling import max_new_tokens
 from schemas.errors import ConfigError, DataError, InfraError
-from schemas.messages import FinishReason, Sampling, Span, WeightSource, add_spans
+from schemas.messages import FinishReason, Sampling, WeightSource
 
 
 @dataclass(frozen=True)
@@ -42,23 +51,15 @@ class SampleScript:
 
 
 @dataclass
-class _Running:
-    """A sample that is being generated; it ends at ``until`` tokens."""
+class _Running(GrowingSample):
+    """A sample that is being generated; it ends at ``until`` tokens with the finish ``end``."""
 
     rng: np.random.Generator
     until: int
-    finish: FinishReason
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    spans: list[Span] = field(default_factory=list)
-
-    def step(self, script: SampleScript, version: int) -> None:
-        add_spans(self.spans, [Span(version, len(self.tokens), len(self.tokens) + 1)])
-        self.tokens.append(script.first + int(self.rng.integers(script.tokens)))
-        self.logprobs.append(-float(self.rng.random()))
+    end: FinishReason
 
 
-class ScriptedEngine:
+class ScriptedEngine(Engine):
     """The ``scripted`` engine; ``settings.args`` are the fields of SampleScript. ``load`` reads no file."""
 
     lacks: Mapping[Ability, str] = {
@@ -82,17 +83,11 @@ class ScriptedEngine:
         self._active = 0
         self._rounds = 0
         self._closed = False
-        self._running = asyncio.Event()
-        self._running.set()
-        self._aborted = asyncio.Event()
+        self._gate = RequestGate()
 
     def growth(self) -> int | None:
         """See Engine; the rounds of tokens so far."""
-        return self._rounds if self._active and self._running.is_set() else None
-
-    def cache_usage(self) -> KvCacheUsage | None:
-        """Return None: there is no limit."""
-        return None
+        return self._rounds if self._active and not self._gate.holders else None
 
     async def start(self) -> None:
         """Return at once: there is nothing to load."""
@@ -113,32 +108,29 @@ class ScriptedEngine:
         if self._script.fail_every and self._requests % self._script.fail_every == 0:
             raise InfraError(f"scripted failure of request {self._requests}")
         samples = [self._sample(prompt_ids, prefix, sampling, index, limit) for index in range(n)]
-        aborted = self._aborted
+        rejections = self._gate.rejections
         self._active += 1
         try:
-            await self._advance(samples, aborted, progress)
-        finally:
-            self._active -= 1
-        return [_completion(sample) for sample in samples]
-
-    async def _advance(
-        self, samples: list[_Running], aborted: asyncio.Event, progress: ProgressCallback | None
-    ) -> None:
-        while not aborted.is_set() and any(len(sample.tokens) < sample.until for sample in samples):
-            await self._tick(aborted)
-            self._check_open()
-            if not aborted.is_set() and self._running.is_set():
+            while any(sample.finish is None for sample in samples):
+                await asyncio.sleep(self._script.token_s)
+                continues = await self._gate.wait_open(rejections)
+                self._check_open()
+                if not continues:
+                    break
                 self._rounds += 1
                 self._step(samples, progress)
+        finally:
+            self._active -= 1
+        return [sample.completion() for sample in samples]
 
     def _step(self, samples: list[_Running], progress: ProgressCallback | None) -> None:
-        every = self._settings.report_every
         for index, sample in enumerate(samples):
-            length = len(sample.tokens)
-            if length < sample.until:
-                sample.step(self._script, self.version)
-                if progress and (length + 1 == sample.until or (every and (length + 1) % every == 0)):
-                    progress(index, _completion(sample))
+            if sample.finish is None:
+                token = self._script.first + int(sample.rng.integers(self._script.tokens))
+                sample.add([token], [-float(sample.rng.random())], self.version)
+                sample.finish = sample.end if len(sample.tokens) == sample.until else None
+                if progress and (sample.finish or sample.is_due(self._settings.report_every)):
+                    progress(index, sample.completion())
 
     def _sample(
         self, prompt: Sequence[int], prefix: Sequence[int], sampling: Sampling, index: int, limit: int
@@ -146,19 +138,8 @@ class ScriptedEngine:
         key = repr((self._settings.seed, list(prompt), list(prefix), sampling.seed, index))
         rng = np.random.default_rng(int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "little"))
         wanted = int(rng.integers(self._script.min_length, self._script.max_length + 1))
-        return _Running(rng, min(wanted, limit), "stop" if wanted <= limit else "length")
-
-    async def _tick(self, aborted: asyncio.Event) -> None:
-        """Wait for one token's time, or while paused; returns at once when aborted."""
-        if self._running.is_set():
-            await asyncio.sleep(self._script.token_s)
-            return
-        waits = [asyncio.ensure_future(event.wait()) for event in (self._running, aborted)]
-        try:
-            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for wait in waits:
-                wait.cancel()
+        end: FinishReason = "stop" if wanted <= limit else "length"
+        return _Running(rng, min(wanted, limit), end, finish=None if limit else end)
 
     async def load(self, source: WeightSource, version: int) -> None:
         """Switch to ``version``; no file is read."""
@@ -174,11 +155,11 @@ class ScriptedEngine:
 
     async def pause(self) -> None:
         self._check_open()
-        self._running.clear()
+        self._gate.holders = 1
 
     async def resume(self) -> None:
         self._check_open()
-        self._running.set()
+        await self._gate.release(self._gate.holders)
 
     async def sleep(self) -> None:
         """See SleepingEngine; there is no device."""
@@ -189,8 +170,7 @@ class ScriptedEngine:
         self._check_open()
 
     async def abort_all(self) -> None:
-        self._aborted.set()
-        self._aborted = asyncio.Event()
+        await self._gate.reject_waiting()
 
     async def close(self) -> None:
         self._closed = True
@@ -199,8 +179,3 @@ class ScriptedEngine:
     def _check_open(self) -> None:
         if self._closed:
             raise InfraError("the scripted engine was closed")
-
-
-def _completion(sample: _Running) -> Completion:
-    finish: FinishReason = sample.finish if len(sample.tokens) == sample.until else "abort"
-    return Completion(list(sample.tokens), np.asarray(sample.logprobs, dtype=np.float32), list(sample.spans), finish)

@@ -9,8 +9,16 @@ from producers.engines.base import Ability, EngineSettings
 from producers.engines.gated import SampleCall
 from producers.engines.http.client import Body, ServerClient
 from producers.engines.http.server import PrivatePlace
-from producers.engines.http.streamed_sample import GrowingSample
+from producers.engines.http.streamed_sample import StreamedSample
 from schemas.errors import ConfigError
+
+LACKS: Mapping[Ability, str] = {
+    "output_tokens": "only the engines vllm and transformers do",
+    "lora": "the server loads whole models only",
+    "growing_versions": "the server reports the versions of tokens only at the end of a sample",
+    "cache_usage": "the server does not report how full its cache is",
+}
+"""Abilities that both servers lack."""
 
 
 class Dialect(Protocol):
@@ -35,7 +43,7 @@ class Dialect(Protocol):
     def request(self, name: str, call: SampleCall[None], index: int, every: int, salt: str) -> Body:
         """Build the request for one sample. every: tokens between two events. salt: separates prefix caches."""
 
-    def read(self, sample: GrowingSample, event: Body) -> None:
+    def read(self, sample: StreamedSample, event: Body) -> None:
         """Add an event of the stream to its sample. InfraError if the event can't be read."""
 
     async def pause(self, client: ServerClient, recompute: bool) -> None:
@@ -43,9 +51,6 @@ class Dialect(Protocol):
 
     async def resume(self, client: ServerClient) -> None:
         """Resume sampling."""
-
-    async def set_version(self, client: ServerClient, version: int) -> None:
-        """Tell the server the version of its weights."""
 
     async def load(self, client: ServerClient, path: Path, version: int, recompute: bool, deadline_s: float) -> None:
         """Replace all weights of a paused server by those at ``path``, a file or a model's folder."""
@@ -80,6 +85,12 @@ def options(args: Mapping[str, Any], ours: Mapping[str, str], negative: bool) ->
         elif value is not None:
             arguments += [option, str(value)]
     return arguments
+
+
+def missing_options(arguments: Sequence[str], defaults: Mapping[str, Sequence[str]]) -> list[str]:
+    """Return those of the default options, each with its values, that the arguments do not set."""
+    given = {*arguments, *(f"--{name[5:]}" for name in arguments if name.startswith("--no-"))}
+    return [word for option, values in defaults.items() if option not in given for word in (option, *values)]
 
 
 def read_config(folder: Path) -> dict[str, Any]:

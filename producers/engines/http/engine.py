@@ -1,4 +1,4 @@
-"""The engine over HTTP: an SGLang or vLLM server, launched by the generator or running elsewhere.
+"""The engine over HTTP, of a server that the generator launches or that runs elsewhere.
 
 Each sample is one request, answered by a stream; the server records the weight version of each token. If the server
 does not confirm an update, its weights are undefined: none of its samples is used any more, and the generator ends. The
@@ -16,14 +16,14 @@ import numpy as np
 import numpy.typing as npt
 import structlog
 
-from producers.engines.base import Ability, Completion, EngineSettings, KvCacheUsage, PromptImage
+from producers.engines.base import Ability, Completion, EngineSettings, PromptImage
 from producers.engines.gated import GatedEngine, SampleCall, nothing
 from producers.engines.http.client import Body, Refused, ServerClient, read_key
 from producers.engines.http.dialect import Dialect, read_config
 from producers.engines.http.openai import OpenAiEngine
 from producers.engines.http.server import LaunchedServer, PrivatePlace
 from producers.engines.http.sglang import SglangDialect
-from producers.engines.http.streamed_sample import GrowingSample
+from producers.engines.http.streamed_sample import StreamedSample
 from producers.engines.sampling import check_vocabulary
 from schemas.config import HttpEngineConfig
 from schemas.errors import ConfigError, DataError, InfraError
@@ -36,17 +36,14 @@ _HEALTH_DEADLINE_S = 30.0
 """A server that does not answer for so long is lost. The end of its processes is noticed at once."""
 _EVENT_TOKENS = 32
 """Tokens between two events of a stream, unless reports need fewer: an event costs as much as a token."""
-
-
 _NO_SERVER = "generator.engine http needs generator.http with its dialect: sglang, vllm or openai"
 
 
 class HttpEngine(GatedEngine[ServerClient, None]):
     """The ``http`` engine. ``settings.http`` describes the server; ``settings.args`` are options of a launched one.
 
-    At temperature 0 log-probabilities are those at temperature 1. While the engine is paused, ``generate`` and
-    ``logprobs`` wait. After an update, ``progress`` of a sample in flight is called only at its end:
-    ``growing_versions``. release: name and version of the server, once it has started.
+    While the engine is paused, ``generate`` and ``logprobs`` wait. After an update, ``progress`` of a sample in flight
+    is called only at its end: ``growing_versions``. release: name and version of the server, once it has started.
     """
 
     name = "http"
@@ -67,7 +64,7 @@ class HttpEngine(GatedEngine[ServerClient, None]):
         self._vocabulary = 0
         self._session = uuid.uuid4().hex[:12]
         self._ids = itertools.count()
-        self._samples: dict[str, GrowingSample] = {}
+        self._samples: dict[str, StreamedSample] = {}
         self._received = 0
 
     @property
@@ -77,10 +74,6 @@ class HttpEngine(GatedEngine[ServerClient, None]):
 
     def sampled_tokens(self) -> int:
         return self._received
-
-    def cache_usage(self) -> KvCacheUsage | None:
-        """Return None: the server does not report it."""
-        return None
 
     async def start(self) -> None:
         self._failure = asyncio.get_running_loop().create_future()
@@ -101,7 +94,7 @@ class HttpEngine(GatedEngine[ServerClient, None]):
                 await self._swap(folder, self.version)
                 await self.dialect.resume(client)
             else:
-                await self.dialect.set_version(client, self.version)
+                await client.post("/update_weight_version", {"new_version": str(self.version)})
         except Refused as error:
             await self.close()
             raise InfraError(f"the server {client.shown} can't be used: {error}") from error
@@ -160,19 +153,19 @@ class HttpEngine(GatedEngine[ServerClient, None]):
         check_vocabulary(ids, self._vocabulary)
 
     async def submit(self, call: SampleCall[None]) -> list[Completion]:
-        opened = {k: self._open(call, k) for k in range(call.n)}
+        unheard = {k: self._open(call, k) for k in range(call.n)}
 
         async def sample(index: int) -> Completion:
-            name = opened.get(index) or self._open(call, index)
-            opened[index] = name
-            completion = await self._sample(name)
-            self._close(opened.pop(index))
-            return completion
+            name = unheard.pop(index, None) or self._open(call, index)
+            try:
+                return await self._sample(name)
+            finally:
+                self._close(name)
 
         try:
             return await self._gather(sample, call)
         finally:
-            for name in opened.values():
+            for name in unheard.values():
                 self._close(name)
 
     def _close(self, name: str) -> None:
@@ -188,13 +181,13 @@ class HttpEngine(GatedEngine[ServerClient, None]):
         every = self._settings.report_every if progress is not None else None
         # Servers may abort by the beginning of an id, so no id may be the beginning of another.
         name = f"{self._session}-{next(self._ids)}."
-        sample = GrowingSample(self.version, loads=len(self._versions) - 1)
+        sample = StreamedSample(self.version, loads=len(self._versions) - 1)
         events = min(every or _EVENT_TOKENS, _EVENT_TOKENS)
         body = self.dialect.request(name, call, index, events, self._salt())
 
         def report() -> None:
-            if progress is not None and every is not None and sample.is_due(every):
-                progress(index, sample.report())
+            if progress is not None and not sample.updated and sample.is_due(every):
+                progress(index, sample.completion())
 
         self._samples[name] = sample
         self._requests[name] = asyncio.create_task(self._checked(lambda: self._stream(client, sample, body, report)))
@@ -210,7 +203,7 @@ class HttpEngine(GatedEngine[ServerClient, None]):
         return nothing("abort") if late and not self._settings.recompute else completion
 
     async def _stream(
-        self, client: ServerClient, sample: GrowingSample, body: Body, report: Callable[[], None]
+        self, client: ServerClient, sample: StreamedSample, body: Body, report: Callable[[], None]
     ) -> None:
         async with client.stream(self.dialect.path, body) as events:
             async for event in events:
@@ -239,11 +232,8 @@ class HttpEngine(GatedEngine[ServerClient, None]):
             self._fail(str(error))
         except InfraError as error:
             await self._fail_with(error)
-        else:
-            self._alive()  # results that arrive after a failure are not used
-            return result
-        self._alive()
-        raise AssertionError("unreachable")
+        self._alive()  # raises after a failure; results that arrive then are not used
+        return result
 
     def _salt(self) -> str:
         return f"{self._session}-{self._loads}"
@@ -267,7 +257,7 @@ class HttpEngine(GatedEngine[ServerClient, None]):
         await self._ask(self.dialect.load(self._alive(), path, version, recompute, deadline_s))
 
     async def abort(self, names: Sequence[str]) -> None:
-        await self._ask(self.dialect.abort(self._alive(), names, self._paused is not None))
+        await self._ask(self.dialect.abort(self._alive(), names, self._paused))
 
     async def _ask(self, call: Awaitable[T]) -> T:
         """Return what a request gives on which the engine depends; any error fails the engine."""

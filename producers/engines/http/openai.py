@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from producers.engines.base import Ability, Completion, EngineSettings, KvCacheUsage, ProgressCallback
+from producers.engines.base import Ability, Completion, Engine, EngineSettings, ProgressCallback, PromptImage
 from producers.engines.http.client import Body, Refused, ServerClient
 from producers.engines.sampling import max_new_tokens
 from producers.tokenizer import HfTokenizer
@@ -23,7 +23,7 @@ _REQUEST_S = 600.0
 _FINISH: dict[str, FinishReason] = {"stop": "stop", "length": "length"}
 
 
-class OpenAiEngine:
+class OpenAiEngine(Engine):
     """The ``http`` engine of the dialect ``openai``: only ``generate``, for evaluations."""
 
     lacks: Mapping[Ability, str] = {
@@ -40,23 +40,16 @@ class OpenAiEngine:
 
     def __init__(self, settings: EngineSettings, http: HttpEngineConfig, key: str | None) -> None:
         self._settings = settings
+        self.version = settings.version
         self._client = ServerClient(http.url or "", key)
         self._tokenizer: HfTokenizer | None = None
         self._model = ""
         self._heard = 0
         self._active = 0
 
-    @property
-    def version(self) -> int:
-        return self._settings.version
-
     def growth(self) -> int | None:
         """See Engine; the samples that the server has answered."""
         return self._heard if self._active else None
-
-    def cache_usage(self) -> KvCacheUsage | None:
-        """Return None: the server does not report it."""
-        return None
 
     async def start(self) -> None:
         """Ask which model is served. ConfigError if the server has none."""
@@ -75,6 +68,7 @@ class OpenAiEngine:
         n: int = 1,
         prefix: Sequence[int] = (),
         progress: ProgressCallback | None = None,
+        images: Sequence[PromptImage] = (),
     ) -> list[Completion]:
         """See Engine, but log-probabilities are NaN, and ids are those of the text."""
         max_tokens = max_new_tokens(len(prompt_ids), len(prefix), sampling, self._settings.max_length)
@@ -104,13 +98,6 @@ class OpenAiEngine:
             if error.status in (400, 422):
                 raise DataError(f"the server rejects the request: {error.text}") from error
             raise InfraError(str(error)) from error
-        completion = self._completion(answer)
-        self._heard += 1
-        if progress is not None:
-            progress(index, completion)
-        return completion
-
-    def _completion(self, answer: Any) -> Completion:
         if self._tokenizer is None:
             raise InfraError("the http engine is not running: it was not started")
         try:
@@ -122,7 +109,11 @@ class OpenAiEngine:
             ) from error
         tokens = self._tokenizer.encode(text)
         spans = [Span(self.version, 0, len(tokens))] if tokens else []
-        return Completion(tokens, np.full(len(tokens), np.nan, np.float32), spans, finish)
+        completion = Completion(tokens, np.full(len(tokens), np.nan, np.float32), spans, finish)
+        self._heard += 1
+        if progress is not None:
+            progress(index, completion)
+        return completion
 
     async def _refuse(self, *_: Any, **__: Any) -> NoReturn:
         raise ConfigError(f"generator.http.dialect openai: {_ONLY}")

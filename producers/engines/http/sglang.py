@@ -12,6 +12,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,9 @@ import numpy.typing as npt
 from producers.engines.base import Ability, EngineSettings
 from producers.engines.gated import SampleCall
 from producers.engines.http.client import Body, Refused, ServerClient
-from producers.engines.http.dialect import has_gpu, options, read_config
+from producers.engines.http.dialect import LACKS, has_gpu, missing_options, options, read_config
 from producers.engines.http.server import HOST, PrivatePlace
-from producers.engines.http.streamed_sample import UNREADABLE, GrowingSample
+from producers.engines.http.streamed_sample import UNREADABLE, StreamedSample
 from producers.engines.routed_experts import mixture_sizes
 from schemas.errors import ConfigError, InfraError
 from schemas.system.files import atomic_write
@@ -57,11 +58,8 @@ class SglangDialect:
     """SGLang 0.5.23's server."""
 
     lacks: Mapping[Ability, str] = {
-        "output_tokens": "only the engines vllm and transformers do",
-        "lora": "the server loads whole models only",
+        **LACKS,
         "seeds": "the server uses a seed only with generator.args.enable_deterministic_inference",
-        "growing_versions": "the server reports the versions of tokens only at the end of a sample",
-        "cache_usage": "the server does not report how full its cache is",
     }
     path = "/generate"
 
@@ -77,9 +75,6 @@ class SglangDialect:
         atomic_write(secret, f"api-key: {place.key}\n", private=True)
         program = (http and http.command) or [sys.executable, "-m", "sglang.launch_server"]
         arguments = options(settings.args, _OURS, negative=False)
-        for option, values in () if has_gpu() else _cpu_options(settings).items():
-            if option not in arguments:
-                arguments += [option, *values]
         return [
             *program,
             *("--model-path", str(folder), "--host", HOST, "--port", str(place.port), "--config", str(secret)),
@@ -91,6 +86,7 @@ class SglangDialect:
             *(("--enable-return-routed-experts",) if settings.routed_experts else ()),
             *(_SLEEPS if settings.sleeps and has_gpu() else ()),
             *arguments,
+            *missing_options(arguments, {} if has_gpu() else _cpu_options(settings)),
         ]
 
     def client(self, place: PrivatePlace, key: str | None) -> ServerClient:
@@ -156,7 +152,7 @@ class SglangDialect:
             "extra_key": salt,
         }
 
-    def read(self, sample: GrowingSample, event: Body) -> None:
+    def read(self, sample: StreamedSample, event: Body) -> None:
         try:
             meta = event["meta_info"]
             reason = meta["finish_reason"]
@@ -172,7 +168,7 @@ class SglangDialect:
                     f"the server says that a sample has {meta['completion_tokens']} tokens, sends {len(tokens)} with"
                     f" {len(given)} log-probabilities, and has sent {len(sample.tokens)}"
                 )
-            sample.add(tokens, [one[0] for one in given])
+            sample.receive(tokens, [one[0] for one in given])
             if reason is not None:
                 sample.end(reason["type"], meta.get("weight_versions"))
                 sample.routed_experts = self._routed_experts(meta.get("routed_experts"))
@@ -207,15 +203,12 @@ class SglangDialect:
         await client.post("/resume_memory_occupation", {})
         await self.resume(client)
 
-    async def set_version(self, client: ServerClient, version: int) -> None:
-        await client.post("/update_weight_version", {"new_version": str(version)})
-
     async def load(self, client: ServerClient, path: Path, version: int, recompute: bool, deadline_s: float) -> None:
-        folder = path
-        with tempfile.TemporaryDirectory(prefix="sglang-", dir=path.parent if path.is_file() else None) as made:
+        with ExitStack() as made:
             if path.is_file():
-                folder = await asyncio.to_thread(_make_folder, Path(made), self._model, path)
-            body = {"model_path": str(folder.resolve()), "weight_version": str(version), "flush_cache": recompute}
+                folder = made.enter_context(tempfile.TemporaryDirectory(prefix="sglang-", dir=path.parent))
+                path = await asyncio.to_thread(_make_folder, Path(folder), self._model, path)
+            body = {"model_path": str(path.resolve()), "weight_version": str(version), "flush_cache": recompute}
             answer: Any = await client.post("/update_weights_from_disk", body, deadline_s)
         if not isinstance(answer, dict) or answer.get("success") is not True:
             raise InfraError(f"the server answers the update to version {version} with {str(answer)[:300]}")
@@ -245,10 +238,8 @@ class SglangDialect:
 
 
 def _context_length(folder: Path, max_length: int) -> int:
-    """Return the context length to ask the server for: it reserves a few tokens of it.
-
-    It is limited to the positions of the model, because the server would not start otherwise; the longest prompts are
-    rejected in that case.
+    """Return the context length to ask for. The server reserves a few tokens of it, but starts with no more than the
+    model has positions; the longest prompts are rejected in that case.
     """
     positions = read_config(folder).get("max_position_embeddings")
     return max_length + _KEPT_BACK if positions is None else max(max_length, min(max_length + _KEPT_BACK, positions))

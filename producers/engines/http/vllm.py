@@ -13,9 +13,9 @@ from typing import Any
 from producers.engines.base import Ability, EngineSettings
 from producers.engines.gated import SampleCall
 from producers.engines.http.client import Body, Refused, ServerClient
-from producers.engines.http.dialect import has_gpu, options
+from producers.engines.http.dialect import LACKS, has_gpu, missing_options, options
 from producers.engines.http.server import PrivatePlace
-from producers.engines.http.streamed_sample import UNREADABLE, GrowingSample
+from producers.engines.http.streamed_sample import UNREADABLE, StreamedSample
 from producers.engines.vllm.arguments import OURS
 from producers.engines.vllm.before_import import vllm_variables
 from producers.engines.vllm.plugin import BACKEND
@@ -38,22 +38,14 @@ _PREFIX = "generate-tokens-"
 class VllmDialect:
     """vLLM 0.32's server."""
 
-    lacks: Mapping[Ability, str] = {
-        "output_tokens": "only the engines vllm and transformers do",
-        "lora": "the server loads whole models only",
-        "growing_versions": "the server reports the versions of tokens only at the end of a sample",
-        "cache_usage": "the server does not report how full its cache is",
-        "routed_experts": "only the engine vllm supports them",
-    }
+    lacks: Mapping[Ability, str] = {**LACKS, "routed_experts": "only the engine vllm supports them"}
     path = _GENERATE
 
     def command(self, settings: EngineSettings, folder: Path, place: PrivatePlace) -> list[str]:
         http = settings.http
         program = (http and http.command) or [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
         arguments = options(settings.args, _OURS, negative=True)
-        for option, values in () if has_gpu() else _cpu_options(folder, settings).items():
-            if option not in arguments and f"--no-{option[2:]}" not in arguments:
-                arguments += [option, *values]
+        defaults = {} if has_gpu() else _cpu_options(folder, settings)
         return [
             *program,
             *("--model", str(folder), "--uds", str(place.socket)),
@@ -64,6 +56,7 @@ class VllmDialect:
             *("--disable-uvicorn-access-log", "--disable-log-stats"),
             *(("--trust-remote-code",) if settings.trust_remote_code else ()),
             *arguments,
+            *missing_options(arguments, defaults),
         ]
 
     def client(self, place: PrivatePlace, key: str | None) -> ServerClient:
@@ -80,41 +73,34 @@ class VllmDialect:
             raise ConfigError(f"generator.http.url {client.shown} is not a vLLM server: {error}") from error
         name = f"vLLM {version}"
         await self._check_routes(client, name)
+        length, backend = settings.max_length, f'\'{{"backend":"{BACKEND}"}}\''
         try:
             config = (await client.get("/server_info?config_format=json"))["vllm_config"]
+            loader = (config.get("weight_transfer_config") or {}).get("backend")
             fulfilled = {
-                "max_model_len": (served.get("max_model_len") or 0) >= settings.max_length,
-                "logprobs_mode": config["model_config"]["logprobs_mode"] == "processed_logprobs",
-                "weight_transfer_config": (config.get("weight_transfer_config") or {}).get("backend") == BACKEND,
+                f"--max-model-len {length}, as model.max_length, or more": (served.get("max_model_len") or 0) >= length,
+                "--logprobs-mode processed_logprobs": config["model_config"]["logprobs_mode"] == "processed_logprobs",
+                f"--weight-transfer-config {backend}, and Tidemill installed": loader == BACKEND,
             }
         except UNREADABLE as error:
             raise ConfigError(f"{name} at {client.shown} reports its settings in an unknown form: {error!r}") from error
-        wanted = {
-            "max_model_len": f"--max-model-len {settings.max_length}, as model.max_length, or more",
-            "logprobs_mode": "--logprobs-mode processed_logprobs",
-            "weight_transfer_config": f'--weight-transfer-config \'{{"backend":"{BACKEND}"}}\', and Tidemill installed',
-        }
-        for setting, right in fulfilled.items():
+        for option, right in fulfilled.items():
             if not right:
-                raise ConfigError(f"{name} at {client.shown} must be started with {wanted[setting]}")
+                raise ConfigError(f"{name} at {client.shown} must be started with {option}")
         return name
 
     async def _check_routes(self, client: ServerClient, name: str) -> None:
+        lacking, remedy = "routes that pause it and load weights", "VLLM_SERVER_DEV_MODE=1"
         try:
             await client.get("/weight_info")
-        except Refused as error:
-            raise ConfigError(
-                f"{name} at {client.shown} has no routes that pause it and load weights, so it can't be trained with:"
-                " start it with VLLM_SERVER_DEV_MODE=1; as it is, it serves tidemill eval (dialect openai) and judges"
-            ) from error
-        try:
+            lacking, remedy = _GENERATE, "--enable-scale-out"
             # The request is invalid: only the status tells whether the route exists.
             await client.post(_GENERATE, {"token_ids": []})
         except Refused as error:
-            if error.status in (403, 404):
+            if lacking != _GENERATE or error.status in (403, 404):
                 raise ConfigError(
-                    f"{name} at {client.shown} has no {_GENERATE}, so it can't be trained with: start it with"
-                    " --enable-scale-out; as it is, it serves tidemill eval (dialect openai) and judges"
+                    f"{name} at {client.shown} has no {lacking}, so it can't be trained with: start it with {remedy};"
+                    " as it is, it serves tidemill eval (dialect openai) and judges"
                 ) from error
 
     def request(self, name: str, call: SampleCall[None], index: int, every: int, salt: str) -> Body:
@@ -138,14 +124,14 @@ class VllmDialect:
             "cache_salt": salt,
         }
 
-    def read(self, sample: GrowingSample, event: Body) -> None:
+    def read(self, sample: StreamedSample, event: Body) -> None:
         try:
             (choice,) = event["choices"]
             tokens = choice["token_ids"] or []
             given = (choice["logprobs"] or {"content": []})["content"] or []
             if [one["token_id"] for one in given] != tokens:
                 raise InfraError(f"the server sends log-probabilities of other tokens than {tokens[:5]}")
-            sample.add(tokens, [one["logprob"] for one in given])
+            sample.receive(tokens, [one["logprob"] for one in given])
             if choice["finish_reason"] is not None:
                 sample.end(choice["finish_reason"], choice["weight_versions"])
         except UNREADABLE as error:
@@ -156,9 +142,6 @@ class VllmDialect:
 
     async def resume(self, client: ServerClient) -> None:
         await client.post("/resume")
-
-    async def set_version(self, client: ServerClient, version: int) -> None:
-        await client.post("/update_weight_version", {"new_version": str(version)})
 
     async def load(self, client: ServerClient, path: Path, version: int, recompute: bool, deadline_s: float) -> None:
         await client.post("/start_weight_update", None, deadline_s)

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel
 
+from producers.engines.base import Completion, GrowingSample
 from producers.engines.transformers.key_values import KeyValueSlots
 from producers.engines.transformers.routed_experts import RoutedExpertsRecorder
-from schemas.messages import FinishReason, Span, add_spans
 
 PREFILL = 16384
 """Tokens of the prompts that are prefilled together, with padding."""
@@ -72,8 +72,8 @@ def truncate(logprobs: Tensor, rows: Sequence[Draw]) -> Tensor:
 
 
 @dataclass
-class BatchRow:
-    """A sample that is being generated. ``finish`` is None while it runs; ``prompt``: its tokens when it joined.
+class BatchRow(GrowingSample):
+    """A sample that is being generated. ``prompt``: its tokens when it joined.
 
     experts: uint8 or uint16 [..., L, k] of the tokens that were read, in pieces; empty unless they are recorded.
     """
@@ -82,21 +82,13 @@ class BatchRow:
     max_tokens: int
     stop: Sequence[str] = ()
     prompt: Sequence[int] = ()
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
-    finish: FinishReason | None = None
     experts: list[npt.NDArray[Any]] = field(default_factory=list)
 
-    def routed_experts(self) -> npt.NDArray[Any] | None:
-        """The experts of the prompt and of all sampled tokens but the last; see Completion."""
-        return np.concatenate(self.experts) if self.experts else None
-
-    def spans(self) -> list[Span]:
-        """Weight versions, as spans over [0, G)."""
-        spans: list[Span] = []
-        add_spans(spans, (Span(version, at, at + 1) for at, version in enumerate(self.versions)))
-        return spans
+    def completion(self) -> Completion:
+        # A growing sample is reported often, and callers do not read its experts.
+        if self.finish and self.experts:
+            self.routed_experts = np.concatenate(self.experts)
+        return super().completion()
 
 
 class ContinuousBatch:
@@ -123,10 +115,7 @@ class ContinuousBatch:
         self.rows: list[BatchRow] = []
 
     def join(self, requests: Sequence[tuple[Sequence[int], list[BatchRow]]], version: int) -> None:
-        """Add the rows of requests, each a prompt and the rows that share it, and sample the first token of each.
-
-        Prompts are prefilled many at a time, grouped by length.
-        """
+        """Add the rows of requests, each a prompt and the rows that share it, and sample the first token of each."""
         for prompt, rows in requests:
             for row in rows:
                 row.prompt = prompt
@@ -210,9 +199,7 @@ class ContinuousBatch:
     def _take(self, rows: Sequence[BatchRow], tokens: Sequence[int], logprobs: Sequence[float], version: int) -> None:
         """Give each row its next token."""
         for row, token, logprob in zip(rows, tokens, logprobs, strict=True):
-            row.tokens.append(token)
-            row.logprobs.append(logprob)
-            row.versions.append(version)
+            row.add([token], [logprob], version)
             if token in self._eos or (row.stop and self._stopped(row)):
                 row.finish = "stop"
             elif len(row.tokens) >= row.max_tokens:

@@ -1,47 +1,43 @@
 """The engine on Hugging Face transformers: no vLLM needed, correctness before speed. For macOS and small machines.
 
-One thread owns the model and the batch. Other threads send it requests through a queue, which it answers between two
+One thread owns the model and the batch. It samples while there are requests, and does what else it is asked between two
 tokens. Requests in flight keep their keys and values across an update.
 """
 
 import asyncio
-import queue
-import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
+import structlog
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from producers.engines.base import Ability, Completion, EngineSettings, KvCacheUsage, ProgressCallback, PromptImage
+from producers.engines.base import Ability, Completion, Engine, EngineSettings, ProgressCallback, PromptImage
 from producers.engines.sampling import check_vocabulary, max_new_tokens
 from producers.engines.transformers.batching import BatchRow, ContinuousBatch, Draw
 from producers.engines.transformers.exact_batch import ExactBatch
-from producers.engines.transformers.requests import Request, RequestReport, completion_of
+from producers.engines.transformers.requests import Report, Request, deliver
 from producers.engines.transformers.routed_experts import RoutedExpertsRecorder
 from producers.engines.transformers.weights import ModelWeights, PeftAdapter
 from producers.tokenizer import HfTokenizer
-from schemas.errors import ConfigError, DataError, InfraError
+from schemas.errors import ConfigError, DataError, InfraError, first_line
 from schemas.messages import Sampling, WeightSource
 from schemas.model_folder import keep_layout, resolve_folder
 
 T = TypeVar("T")
+log = structlog.get_logger()
 
 _ATTENTION = {"full_attention", "sliding_attention"}
 
 
-class TransformersEngine:
-    """The ``transformers`` engine. ``settings.args`` go to ``AutoModelForCausalLM.from_pretrained``.
-
-    At temperature 0 log-probabilities are those at temperature 1. While the engine is paused, ``generate`` waits and
-    ``logprobs`` works.
-    """
+class TransformersEngine(Engine):
+    """The ``transformers`` engine: ``args`` go to ``from_pretrained``; ``generate`` waits while it is paused."""
 
     lacks: Mapping[Ability, str] = {"cache_usage": "the cache grows as samples do"}
 
@@ -52,19 +48,19 @@ class TransformersEngine:
             )
         self._settings = settings
         self.version = settings.version
-        self._commands: queue.SimpleQueue[Callable[[], None] | Request] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
+        self._thread = ThreadPoolExecutor(1, "transformers-engine")
         self._failure: str | None = "it was not started"
         self._vocabulary = 0
         self._loop: asyncio.AbstractEventLoop
+        self._asked = 0
+        """Actions that the thread has to do before it samples on."""
+        self._waiting: deque[Request] = deque()
         # The fields below belong to the engine's thread.
         self._model: PreTrainedModel
         self._batch: ContinuousBatch
         self._weights: ModelWeights | PeftAdapter
-        self._waiting: deque[Request] = deque()
         self._active: list[Request] = []
         self._paused = False
-        self._closing = False
         self._steps = 0
 
     def growth(self) -> int | None:
@@ -72,16 +68,10 @@ class TransformersEngine:
         running = not self._paused and self._failure is None and (self._active or self._waiting)
         return self._steps if running else None
 
-    def cache_usage(self) -> KvCacheUsage | None:
-        """Return None: the cache grows with the rows."""
-        return None
-
     async def start(self) -> None:
         self._loop = asyncio.get_running_loop()
-        await asyncio.to_thread(self._load_model)
+        await self._loop.run_in_executor(self._thread, self._load_model)
         self._failure = None
-        self._thread = threading.Thread(target=self._run, name="transformers-engine", daemon=True)
-        self._thread.start()
 
     def _load_model(self) -> None:
         settings = self._settings
@@ -91,8 +81,7 @@ class TransformersEngine:
                 folder, **{"dtype": settings.dtype, "trust_remote_code": settings.trust_remote_code, **settings.args}
             )
         except (OSError, ValueError, TypeError) as error:
-            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-            raise ConfigError(f"transformers can't load {folder}: {reason}") from error
+            raise ConfigError(f"transformers can't load {folder}: {first_line(error)}") from error
         keep_layout(model)
         kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or ()) - _ATTENTION
         if kinds:
@@ -131,13 +120,11 @@ class TransformersEngine:
         if max_tokens == 0:
             return [Completion([], np.zeros(0, np.float32), [], "length") for _ in range(n)]
         check_vocabulary([*prompt_ids, *prefix], self._vocabulary)
+        self._check()
         rows = [BatchRow(_draw(sampling, index), max_tokens, sampling.stop) for index in range(n)]
-        request = Request([*prompt_ids, *prefix], rows, asyncio.get_running_loop().create_future(), progress)
-        self._commands.put(request)
-        # Checked after the request is queued: the thread sets it before it empties the queue for the last time.
-        if self._failure is not None:
-            request.done.cancel()
-            raise InfraError(f"the transformers engine can't be used: {self._failure}")
+        request = Request([*prompt_ids, *prefix], rows, self._loop.create_future(), progress)
+        self._waiting.append(request)
+        self._thread.submit(self._run, self._sample)
         return await request.done
 
     async def load(self, source: WeightSource, version: int) -> None:
@@ -167,81 +154,57 @@ class TransformersEngine:
         await self._ask(self._abort)
 
     async def close(self) -> None:
-        thread, self._thread = self._thread, None
-        if thread is None:
-            return
         with suppress(InfraError):
-            await self._ask(self._close)
-        await asyncio.to_thread(thread.join)
+            await self._ask(self._abort)
+        self._fail("it was closed")
+        await asyncio.to_thread(self._thread.shutdown)
 
     async def _ask(self, action: Callable[[], T]) -> T:
         """Run ``action`` in the engine's thread between two tokens, and return its result."""
-        done: Future[T] = Future()
-
-        def command() -> None:
-            try:
-                done.set_result(action())
-            except (InfraError, DataError) as error:
-                done.set_exception(error)
-
-        if self._failure is None:
-            self._commands.put(command)
-        return await self._answer(done)
-
-    async def _answer(self, done: Future[T]) -> T:
-        """Wait for ``done``; InfraError if the engine's thread ends first."""
-        answer = asyncio.wrap_future(done)
-        while True:
-            if self._failure is not None and not done.done():
-                answer.cancel()
-                raise InfraError(f"the transformers engine can't be used: {self._failure}")
-            finished, _ = await asyncio.wait({answer}, timeout=1.0)
-            if finished:
-                return answer.result()
-
-    # The engine's thread.
-
-    def _run(self) -> None:
+        self._check()
+        self._asked += 1
         try:
-            while not self._closing:
-                idle = self._paused or not (self._active or self._waiting)
-                self._run_commands(wait=idle)
-                if not self._paused and not self._closing:
-                    self._advance()
-            self._failure = "it was closed"
-        except Exception as error:
-            self._failure = self._failure or (str(error).strip() or type(error).__name__).splitlines()[0]
-            raise
+            return await self._loop.run_in_executor(self._thread, self._run, action)
         finally:
-            with suppress(RuntimeError):  # the event loop is closed, so no caller waits
-                self._loop.call_soon_threadsafe(self._fail, [*self._active, *self._waiting, *self._unheard()])
+            self._asked -= 1
+            if self._failure is None:
+                self._thread.submit(self._run, self._sample)
 
-    def _fail(self, requests: Sequence[Request]) -> None:
-        """Fail all requests, in the event loop."""
-        for request in requests:
+    def _check(self) -> None:
+        if self._failure is not None:
+            raise InfraError(f"the transformers engine can't be used: {self._failure}")
+
+    def _fail(self, reason: str) -> None:
+        """Fail all requests, in the event loop: the engine can't be used any more. The first reason counts."""
+        self._failure = self._failure or reason
+        for request in [*self._active, *self._waiting]:
             if not request.done.done():
                 request.done.set_exception(InfraError(f"the transformers engine ended: {self._failure}"))
 
-    def _unheard(self) -> Iterator[Request]:
-        """Yield requests that arrived when the thread was about to end."""
-        while not self._commands.empty():
-            command = self._commands.get()
-            if isinstance(command, Request):
-                yield command
+    # The engine's thread.
 
-    def _run_commands(self, wait: bool) -> None:
-        """Run all queued commands and take all queued requests; with ``wait``, at least one."""
-        while wait or not self._commands.empty():
-            wait, command = False, self._commands.get()
-            if isinstance(command, Request):
-                self._waiting.append(command)
-            else:
-                command()
+    def _run(self, action: Callable[[], T]) -> T:
+        """Return what an action returns; an error that is not about its caller ends the engine."""
+        try:
+            return action()
+        except (InfraError, DataError):
+            raise
+        except Exception as error:
+            self._failure = self._failure or first_line(error)
+            log.error("the transformers engine failed", exc_info=error)
+            with suppress(RuntimeError):  # the event loop is closed, so no caller waits
+                self._loop.call_soon_threadsafe(self._fail, self._failure)
+            raise InfraError(f"the transformers engine can't be used: {self._failure}") from error
+
+    def _sample(self) -> None:
+        """Sample until there is no request, or something else to do."""
+        while not (self._asked or self._paused or self._failure) and (self._active or self._waiting):
+            self._advance()
 
     def _advance(self) -> None:
         """Let new requests join, then sample one token for each row in flight."""
         for request in [request for request in self._active if request.done.cancelled()]:
-            request.stop()
+            request.end()
             self._active.remove(request)
         self._batch.drop_finished()
         joining = self._take_waiting()
@@ -251,29 +214,14 @@ class TransformersEngine:
         if self._batch.rows:
             self._batch.step(self.version)
             self._steps += 1
-        every = self._settings.report_every
-        reports: list[RequestReport] = []
-        growing: list[Request] = []
-        for request in self._active:
-            samples = request.due_samples(every)
-            if request.finished():
-                reports.append(RequestReport(request, samples, [completion_of(row) for row in request.rows]))
-                continue
-            growing.append(request)
-            if samples:
-                reports.append(RequestReport(request, samples, None))
-        self._active = growing
-        if reports:
-            self._deliver(reports)
+        reports = [request.report(self._settings.report_every) for request in self._active]
+        self._active = [request for request in self._active if request.growing]
+        self._deliver([report for report in reports if report[1] or report[2]])
 
-    def _deliver(self, reports: Sequence[RequestReport]) -> None:
+    def _deliver(self, reports: Sequence[Report]) -> None:
         """Deliver all reports with one call into the event loop: waking it costs more than a sample."""
-
-        def deliver() -> None:
-            for report in reports:
-                report.deliver()
-
-        self._loop.call_soon_threadsafe(deliver)
+        if reports:
+            self._loop.call_soon_threadsafe(deliver, reports)
 
     def _take_waiting(self) -> list[Request]:
         """Return the next requests that fit, in order of arrival; at least one if the batch is empty."""
@@ -293,8 +241,8 @@ class TransformersEngine:
         try:
             self._weights.replace(tensors)
         except Exception as error:
-            self._failure = f"loading weight version {version} broke off, its weights are undefined: {error}"
-            raise
+            text = f"loading weight version {version} broke off, its weights are undefined: {error}"
+            raise RuntimeError(text) from error
         self.version = version
         if self._settings.recompute:
             self._batch.recompute()
@@ -303,9 +251,10 @@ class TransformersEngine:
         self._paused = paused
 
     def _abort(self) -> None:
-        self._deliver([RequestReport.end(request) for request in [*self._active, *self._waiting]])
-        self._active.clear()
-        self._waiting.clear()
+        requests, self._active = self._active, []
+        while self._waiting:  # the event loop may add some meanwhile
+            requests.append(self._waiting.popleft())
+        self._deliver([request.end() for request in requests])
         self._batch.clear()
 
     def _sleep(self) -> None:
@@ -316,10 +265,6 @@ class TransformersEngine:
 
     def _move(self, device: str) -> None:
         self._model.to(device)  # type: ignore[arg-type]
-
-    def _close(self) -> None:
-        self._abort()
-        self._closing = True
 
 
 def _draw(sampling: Sampling, index: int) -> Draw:

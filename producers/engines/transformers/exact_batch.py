@@ -18,7 +18,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from producers.engines.transformers.batching import BatchRow, ContinuousBatch, Draw, truncate
 from schemas.arithmetic.attention import KEYS, Places
 from schemas.arithmetic.products import TILE, distributions, fill, use_fixed_products
-from schemas.errors import ConfigError
+from schemas.errors import ConfigError, first_line
 
 ATTENTION = "tidemill_exact"
 FREE = -1
@@ -171,7 +171,7 @@ class ExactBatch(ContinuousBatch):
             self._read(cache, cache.add(2)[::-1], [texts[0][:-5], texts[1]])
             steps = [self._read(cache, [0, 1], [[1], [token]])[1] for token in texts[0][-5:]]
         except (TypeError, ValueError, RuntimeError) as error:
-            raise ConfigError(f"{where} can't be computed in a fixed order: {str(error).splitlines()[0]}") from error
+            raise ConfigError(f"{where} can't be computed in a fixed order: {first_line(error)}") from error
         if not (torch.equal(alone, beside) and torch.equal(alone[-5:], torch.stack(steps))):
             raise ConfigError(f"{where} computes a token differently beside others on this machine: set it to false")
 

@@ -108,21 +108,14 @@ class _Layer(CacheLayerMixin):
         self.is_initialized = True
 
     def move(self, slots: int, columns: int, rows: int, used: slice, shift: int) -> None:
-        """Move the used columns of all rows into a new buffer, shifted to the right."""
+        """Move the used columns of all rows, shifted to the right, into a new buffer unless they fit into this one."""
         to = slice(used.start + shift, used.stop + shift)
-        self.keys, self.values = (
-            self._moved(states, slots, columns, rows, used, to) for states in (self.keys, self.values)
-        )
-
-    @staticmethod
-    def _moved(states: Tensor, slots: int, columns: int, rows: int, used: slice, to: slice) -> Tensor:
-        if (slots, columns) == (states.shape[0], states.shape[2]) and (to.stop <= used.start or to == used):
-            room = states
-        else:
+        fits = self.keys.shape[::2] == (slots, columns) and (to.stop <= used.start or to == used)
+        for name, states in (("keys", self.keys), ("values", self.values)):
             # Zeros, because masked values must be finite, too.
-            room = states.new_zeros(slots, states.shape[1], columns, states.shape[3])
-        room[:rows, :, to] = states[:rows, :, used]
-        return room
+            room = states if fits else states.new_zeros(slots, states.shape[1], columns, states.shape[3])
+            room[:rows, :, to] = states[:rows, :, used]
+            setattr(self, name, room)
 
     def copy_row(self, source: int, to: int, begin: int) -> None:
         """Copy a row into another slot."""

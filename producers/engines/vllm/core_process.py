@@ -93,10 +93,7 @@ class _Context(ForkServerContext):
 
 
 def _fork_waiting_process() -> None:
-    """Fork the process that multiprocessing takes for its fork server, instead of starting a new Python.
-
-    It ends with this process, when a pipe is closed.
-    """
+    """Fork the process that multiprocessing takes for its fork server; it ends with this one, when a pipe is closed."""
     server = _server()
     address = str(Path(util.get_temp_dir()) / "engine-core")
     with socket.socket(socket.AF_UNIX) as listener:
@@ -114,10 +111,7 @@ def _fork_waiting_process() -> None:
 
 
 def knows_fork_server() -> bool:
-    """Tell whether this Python's multiprocessing has the expected fork server, that of 3.11 to 3.13.
-
-    From 3.14 on the fork server authenticates its callers.
-    """
+    """Tell whether multiprocessing's fork server is that of Python 3.11 to 3.13; later ones authenticate callers."""
     parameters = list(inspect.signature(forkserver.main).parameters)
     state = vars(getattr(forkserver, "_forkserver", None) or object)
     return parameters == MAIN_PARAMETERS and all(name in state for name in SERVER_STATE)

@@ -22,8 +22,8 @@ from producers.engines.vllm.before_import import check_batch_invariance, stand_i
 from producers.engines.vllm.boot import boot
 from producers.engines.vllm.images import CutImages, cut_images, prompt_input
 from producers.engines.vllm.lora import VllmAdapter
-from producers.engines.vllm.requests import GrowingCompletion, OnOutput, final_output, sampling_params
-from schemas.errors import DataError, InfraError
+from producers.engines.vllm.requests import OnOutput, VllmSample, final_output, sampling_params
+from schemas.errors import DataError, InfraError, first_line
 from schemas.weight_files import Shapes
 
 if TYPE_CHECKING:
@@ -43,8 +43,7 @@ _CLOSE_DEADLINE_S = 5.0
 class VllmEngine(GatedEngine["AsyncLLM", "CutImages | None"]):
     """The ``vllm`` engine. ``settings.args`` are vLLM's AsyncEngineArgs and override our defaults.
 
-    The prefix cache is on. At temperature 0 log-probabilities are those at temperature 1. While the engine is paused,
-    ``generate`` and ``logprobs`` wait.
+    The prefix cache is on. While the engine is paused, ``generate`` and ``logprobs`` wait.
     """
 
     name = "vllm"
@@ -132,14 +131,14 @@ class VllmEngine(GatedEngine["AsyncLLM", "CutImages | None"]):
         prompt, progress = self._prompt(call.ids, call.images), call.progress
         every = self._settings.report_every if progress is not None else None
         params = sampling_params(call.sampling, index, call.max_tokens, every, self._settings.output_tokens)
-        growing = GrowingCompletion()
+        growing = VllmSample()
 
         def on_output(name: str, output: RequestOutput) -> None:
-            growing.add(output.outputs[0])
-            if progress is not None and every is not None and growing.since_report >= every and not output.finished:
-                progress(index, growing.report(self._version_starts(name)))
+            growing.receive(output.outputs[0])
+            if progress is not None and growing.is_due(every) and not output.finished:
+                progress(index, growing.so_far(self._version_starts(name)))
 
-        return growing.completion(await self._request(prompt, params, on_output, abortable=True))
+        return growing.whole(await self._request(prompt, params, on_output, abortable=True))
 
     def _version_starts(self, name: str) -> list[tuple[str, int]]:
         """Return where each weight version's tokens of a running request begin; vLLM's outputs say so at the end."""
@@ -219,7 +218,7 @@ class VllmEngine(GatedEngine["AsyncLLM", "CutImages | None"]):
         except TimeoutError as error:
             raise InfraError(f"the vllm engine core did not answer within {_UPDATE_DEADLINE_S:.0f} s") from error
         except Exception as error:
-            raise InfraError(f"the vllm engine core failed: {_line(error)}") from error
+            raise InfraError(f"the vllm engine core failed: {first_line(error)[:300]}") from error
 
     async def _request(
         self, prompt: EngineInput, params: SamplingParams, on_output: OnOutput | None, abortable: bool
@@ -240,12 +239,8 @@ class VllmEngine(GatedEngine["AsyncLLM", "CutImages | None"]):
             self._fail("its engine core process died")
             raise InfraError("the vllm engine core process died") from error
         except EngineGenerateError as error:
-            raise InfraError(f"vllm failed to generate: {_line(error)}") from error
+            raise InfraError(f"vllm failed to generate: {first_line(error)[:300]}") from error
         except (VLLMValidationError, ValueError) as error:
-            raise DataError(f"vllm rejects the request: {_line(error)}") from error
+            raise DataError(f"vllm rejects the request: {first_line(error)[:300]}") from error
         finally:
             self._requests.pop(name, None)
-
-
-def _line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0][:300]

@@ -62,10 +62,7 @@ def cut_images(images: Sequence[PromptImage], settings: ImageSettings | None) ->
 
 
 def prompt_input(ids: list[int], cut: CutImages | None, salt: str) -> EngineInput:
-    """Return a prompt of tokens, with its images.
-
-    salt: distinguishes the vision tower's outputs for the same image.
-    """
+    """Return a prompt of tokens with its images. salt: distinguishes the vision tower's outputs for the same image."""
     from transformers import BatchFeature
     from vllm.inputs.engine import mm_input, tokens_input
     from vllm.multimodal.inputs import MultiModalFieldConfig, MultiModalKwargsItems, PlaceholderRange

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, cast
 
-import numpy as np
-
-from producers.engines.base import Completion
+from producers.engines.base import FINISH, Completion, GrowingSample
 from schemas.errors import InfraError
-from schemas.messages import FinishReason, Sampling, Span
+from schemas.messages import Sampling, Span
 
 if TYPE_CHECKING:
     from vllm.inputs.engine import EngineInput
@@ -21,8 +18,6 @@ if TYPE_CHECKING:
 
 OnOutput = Callable[[str, "RequestOutput"], None]
 """Called with the name of a request and each of its outputs."""
-
-_FINISH: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
 
 
 async def final_output(
@@ -49,10 +44,7 @@ async def final_output(
 def sampling_params(
     sampling: Sampling, index: int, max_tokens: int, every: int | None, allowed: Sequence[int] | None = None
 ) -> SamplingParams:
-    """Return the parameters of the sample with this index.
-
-    every: tokens between two outputs; None: one at the end. allowed: the only tokens to sample, None for all.
-    """
+    """Return a sample's parameters. every: tokens between outputs; None: one at the end. allowed: the only tokens."""
     from vllm.sampling_params import RequestOutputKind, SamplingParams
 
     return SamplingParams(
@@ -73,46 +65,39 @@ def sampling_params(
     )
 
 
-@dataclass
-class GrowingCompletion:
-    """The tokens of one request so far."""
+class VllmSample(GrowingSample):
+    """A sample as the outputs of its request bring it."""
 
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    reported: int = 0
-
-    @property
-    def since_report(self) -> int:
-        return len(self.tokens) - self.reported
-
-    def add(self, output: CompletionOutput) -> None:
+    def receive(self, output: CompletionOutput) -> None:
+        """Add the new tokens of an output; their versions are told later."""
         from vllm.logprobs import FlatLogprobs
 
         self.tokens += output.token_ids
         self.logprobs += output.logprobs.logprobs if isinstance(output.logprobs, FlatLogprobs) else []
 
-    def report(self, starts: Sequence[tuple[str, int]]) -> Completion:
+    def so_far(self, starts: Sequence[tuple[str, int]]) -> Completion:
         """Return the tokens so far; versions begin at ``starts``, of which the last may lie after them."""
-        self.reported = length = len(self.tokens)
+        length = len(self.tokens)
         ends = [start for _, start in starts[1:]] + [length]
-        spans = [
+        self.spans = [
             Span(int(version), start, min(end, length))
             for (version, start), end in zip(starts, ends, strict=True)
             if start < length
         ]
-        return Completion(list(self.tokens), np.asarray(self.logprobs, dtype=np.float32), spans, "abort")
+        return self.completion()
 
-    def completion(self, final: RequestOutput) -> Completion:
+    def whole(self, final: RequestOutput) -> Completion:
         """Return the whole completion, after the last output was added."""
         output = final.outputs[0]
-        finish = _FINISH.get(output.finish_reason or "")
-        if finish is None:
+        self.finish = FINISH.get(output.finish_reason or "")
+        if self.finish is None:
             raise InfraError(f"vllm ended a completion with {output.finish_reason!r}")
-        tokens, logprobs = self.tokens, np.asarray(self.logprobs, dtype=np.float32)
-        spans = [Span(int(span.version), span.start, span.end) for span in output.weight_versions or []]
-        if len(logprobs) != len(tokens) or (spans[-1].end if spans else 0) != len(tokens):
+        self.spans = [Span(int(span.version), span.start, span.end) for span in output.weight_versions or []]
+        count = len(self.tokens)
+        if len(self.logprobs) != count or (self.spans[-1].end if self.spans else 0) != count:
             raise InfraError(
-                f"vllm returned {len(tokens)} tokens with {len(logprobs)} log-probabilities, spans {spans}"
+                f"vllm returned {count} tokens with {len(self.logprobs)} log-probabilities, spans {self.spans}"
             )
         # Experts of the prompt and all tokens but the last; None for a request that never ran.
-        return Completion(tokens, logprobs, spans, finish, output.routed_experts)
+        self.routed_experts = output.routed_experts
+        return self.completion()

@@ -24,7 +24,7 @@ from producers.engines.http.dialect import options
 from producers.engines.http.engine import HttpEngine, build_engine
 from producers.engines.http.server import PrivatePlace
 from producers.engines.http.sglang import SglangDialect
-from producers.engines.http.streamed_sample import GrowingSample, parse_spans
+from producers.engines.http.streamed_sample import StreamedSample, parse_spans
 from producers.engines.http.vllm import VllmDialect
 from schemas.config import HttpEngineConfig
 from schemas.errors import ConfigError, DataError, InfraError
@@ -203,11 +203,11 @@ def test_an_event_of_another_form_of_sglang_is_an_error_of_the_server(meta: dict
         "output_token_logprobs": [[-1.0, 7]],
         "weight_versions": [{"version": "3", "start": 0, "end": 1}],
     }
-    dialect, sample = SglangDialect(), GrowingSample(3)
+    dialect, sample = SglangDialect(), StreamedSample(3)
     dialect.read(sample, {"output_ids": [7], "meta_info": right})
     assert sample.completion().tokens == [7]
     with pytest.raises(InfraError):
-        dialect.read(GrowingSample(3), {"output_ids": [7], "meta_info": right | meta})
+        dialect.read(StreamedSample(3), {"output_ids": [7], "meta_info": right | meta})
 
 
 async def test_a_stream_that_breaks_off_or_lacks_log_probabilities_ends_the_engine(model: Path) -> None:
@@ -430,7 +430,7 @@ async def test_sglang_tells_experts_at_the_end_of_a_sample(tmp_path: Path) -> No
             "routed_experts": base64.b64encode(chosen.tobytes()).decode(),
         },
     }
-    sample = GrowingSample(3)
+    sample = StreamedSample(3)
     dialect.read(sample, event)
     found = sample.completion().routed_experts
     assert found is not None
@@ -438,4 +438,4 @@ async def test_sglang_tells_experts_at_the_end_of_a_sample(tmp_path: Path) -> No
     assert np.array_equal(found, chosen.reshape(4, 3, 2))
     event["meta_info"]["routed_experts"] = "AAAA"  # type: ignore[index]
     with pytest.raises(InfraError, match="routed experts that can't be read"):
-        dialect.read(GrowingSample(3), event)
+        dialect.read(StreamedSample(3), event)

@@ -73,7 +73,7 @@ def make_sample(task_id: int, sample: int, prompt: list[int], row: BatchRow, gen
         tokens=Array.of([*prompt, *row.tokens], "i4"),
         loss_mask=Array.of([0] * before + [1] * len(row.tokens), "u1"),
         logprobs=Array.of([0.0] * before + row.logprobs, "f4"),
-        spans=[Span(row.versions[0], before, length)],
+        spans=[Span(row.spans[0].version, before, length)],
         turns=[],
         finish="stop",
         prompt="",
