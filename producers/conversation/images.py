@@ -13,7 +13,8 @@ from typing import Any, Self
 from producers.conversation.messages import Message, image_digests
 from producers.engines.base import PromptImage
 from producers.images.placeholders import ImagePlaceholders
-from producers.images.prepare import is_pillow_image, make_data_url, png_file, read_data_url
+from producers.images.prepare import read_data_url
+from producers.runner.environments import is_pillow_image, make_data_url, png_file
 from producers.workflows.base import RolloutContext
 from schemas.config import TidemillConfig
 from schemas.digests import digest

@@ -7,12 +7,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from producers.runner.environments import is_pillow_image, png_file
 from schemas.errors import DataError
 from schemas.messages import ChatMessage, ContentPart
 
 MARK = "<image>"
 """Mark in a text for an image of its row, as in Geometry3K."""
-_PNG_MODES = ("1", "L", "LA", "I", "I;16", "P", "RGB", "RGBA")
 MOVING = ("GIF", "WEBP", "PNG", "TIFF", "JPEG")
 """Formats whose frames can be taken; the last one only has one."""
 VIDEOS = "mov,matroska,avi,mpegts"
@@ -96,18 +96,6 @@ def _video_frames(data: bytes, count: int, where: str) -> list[bytes]:
     return frames
 
 
-def is_pillow_image(value: Any) -> bool:
-    """Return whether a value is an image of Pillow, as from the library ``datasets`` and many tools."""
-    return not isinstance(value, type) and callable(getattr(value, "save", None)) and hasattr(value, "mode")
-
-
-def png_file(image: Any) -> bytes:
-    """Return an image of Pillow as a PNG file; colours that PNG does not support, such as CMYK, become RGB."""
-    file = io.BytesIO()
-    (image if image.mode in _PNG_MODES else image.convert("RGB")).save(file, "PNG")
-    return file.getvalue()
-
-
 def read_data_url(value: str, where: str) -> bytes:
     """Read the bytes of a base64 ``data:`` URL. DataError, which begins with ``where``, if it is not one."""
     head, _, body = value.partition(",")
@@ -117,11 +105,6 @@ def read_data_url(value: str, where: str) -> bytes:
         return base64.b64decode(body, validate=True)
     except (ValueError, binascii.Error) as error:
         raise DataError(f"{where}: the data: URL of an image can't be read: {error}") from error
-
-
-def make_data_url(png: bytes) -> str:
-    """Return a PNG file as a ``data:`` URL."""
-    return f"data:image/png;base64,{base64.b64encode(png).decode()}"
 
 
 def _load_text(value: str, where: str, folder: Path, load: bool) -> bytes:

@@ -4,7 +4,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from producers.images.prepare import MOST_PIXELS, NO_DECODER, VIDEOS, png_file
+from producers.images.prepare import MOST_PIXELS, NO_DECODER, VIDEOS
+from producers.runner.environments import png_file
 from schemas.errors import ConfigError, DataError
 
 READ_ON_S = 1.0
@@ -14,8 +15,7 @@ READ_ON_S = 1.0
 class VideoFrames:
     """Frames of videos of ``fps`` frames a second. One file is open at a time, with the frame that was returned last.
 
-    Frames that are asked for in their order are decoded once each. ConfigError, which begins with ``where``, without
-    a decoder.
+    Frames in their order are decoded once each. ConfigError, which begins with ``where``, without a decoder.
     """
 
     def __init__(self, fps: float, where: str) -> None:

@@ -15,10 +15,7 @@ PARAMETERS = ("task", "client", "base_url", "api_key", "episode")
 
 
 class Agent:
-    """An agent: a function, or a class that is built with the arguments.
-
-    parameters: the PARAMETERS that it takes. coroutine: whether it is an async function.
-    """
+    """An agent, a function or a class. parameters: the PARAMETERS that it takes. coroutine: it is an async function."""
 
     def __init__(self, setup: dict[str, Any]) -> None:
         self.name, self._args = setup["run"], setup["args"]
@@ -26,11 +23,10 @@ class Agent:
         owner: Any = self._found
         if inspect.isclass(owner):
             self._check_built(owner)
-            run: Any = getattr(owner, "run", None)
-            if not callable(run):
+            function, given = getattr(owner, "run", None), {}
+            if not callable(function):
                 raise UserCodeError(f"{self.name}: the class has no method run")
             bound = isinstance(inspect.getattr_static(owner, "run"), (staticmethod, classmethod))
-            function, given = run, {}
         elif callable(owner):
             bound, function, given = True, owner, dict(self._args)
         else:
@@ -93,15 +89,16 @@ class Clients:
             ) from None
         # The generator delays its answer while it loads new weights; the episode's deadline is the limit.
         wait = openai.Timeout(None, connect=10.0)
+        # A client that is closed leaves the connections open, because other episodes use the same.
         shared: Any
         if coroutine:
             shared = openai.DefaultAsyncHttpxClient(timeout=wait)
             self._make: Any = openai.AsyncOpenAI
-            shared.aclose = _close_nothing_async
+            shared.aclose = _close_nothing
         else:
             shared = openai.DefaultHttpxClient(timeout=wait)
             self._make = openai.OpenAI
-            shared.close = _close_nothing
+            shared.close = lambda: None
         self._settings = {"http_client": shared, "timeout": wait}
 
     def client(self, base_url: str, api_key: str) -> Any:
@@ -109,9 +106,5 @@ class Clients:
         return self._make(base_url=base_url, api_key=api_key, **self._settings)
 
 
-def _close_nothing() -> None:
-    """Close nothing: other episodes use the same connections."""
-
-
-async def _close_nothing_async() -> None:
-    """Close nothing: other episodes use the same connections."""
+async def _close_nothing() -> None:
+    pass

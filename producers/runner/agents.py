@@ -132,8 +132,7 @@ class Runner:
         _EPISODE.set(None)
 
     def _cancel(self, order: dict[str, Any]) -> None:
-        task = self._running.get(order["episode"])
-        if task is not None:
+        if task := self._running.get(order["episode"]):
             task.cancel()
 
     async def _play(self, number: int, order: dict[str, Any]) -> None:
@@ -203,8 +202,7 @@ class Runner:
         return self._owners.get(task) if task is not None else None
 
     def _report_block(self, owner: int | None, where: str, seconds: float, first: bool) -> None:
-        message = {"op": "blocked", "episode": owner, "where": where, "seconds": seconds, "first": first}
-        self._connection.send(message)
+        self._connection.send({"op": "blocked", "episode": owner, "where": where, "seconds": seconds, "first": first})
 
 
 def full_name(error: BaseException) -> str:

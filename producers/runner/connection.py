@@ -85,8 +85,7 @@ class GeneratorConnection:
 
     def receive(self) -> dict[str, Any]:
         """Wait for the first message."""
-        message: dict[str, Any] = json.loads(self._lines.readline())
-        return message
+        return json.loads(self._lines.readline())  # type: ignore[no-any-return]
 
     def serve(self, handle: Callable[[dict[str, Any]], None]) -> None:
         """Handle each message until the connection ends; then this process ends, whatever its user code does."""

@@ -80,12 +80,26 @@ def _answer(connection: GeneratorConnection, answer: dict[str, Any], value: Any)
 
 def _image(value: Any) -> dict[str, Any]:
     """Return an image of Pillow as a content part of a message, which is JSON. TypeError for any other value."""
-    if not callable(getattr(value, "save", None)) or not hasattr(value, "mode"):
+    if not is_pillow_image(value):
         raise TypeError(f"an object of type {type(value).__name__}")
+    return {"type": "image_url", "image_url": {"url": make_data_url(png_file(value))}}
+
+
+def is_pillow_image(value: Any) -> bool:
+    """Return whether a value is an image of Pillow, as from the library ``datasets`` and many tools."""
+    return not isinstance(value, type) and callable(getattr(value, "save", None)) and hasattr(value, "mode")
+
+
+def png_file(image: Any) -> bytes:
+    """Return an image of Pillow as a PNG file; colours that PNG does not support, such as CMYK, become RGB."""
     file = io.BytesIO()
-    (value if value.mode in PNG_MODES else value.convert("RGB")).save(file, "PNG")
-    data = base64.b64encode(file.getvalue()).decode()
-    return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}}
+    (image if image.mode in PNG_MODES else image.convert("RGB")).save(file, "PNG")
+    return file.getvalue()
+
+
+def make_data_url(png: bytes) -> str:
+    """Return a PNG file as a ``data:`` URL."""
+    return f"data:image/png;base64,{base64.b64encode(png).decode()}"
 
 
 async def _finish(awaitable: Any) -> Any:

@@ -104,11 +104,7 @@ class Environments:
         return 16 if order == b"R" else 4 * len(self._envs) * self._width
 
     def answer(self, order: bytes, body: bytes, channel: socket.socket) -> bytes | memoryview:
-        """Reset, step or draw.
-
-        Returns observations, last observations (f4 [N, O], or u1 of pictures), rewards (f4 [N]), ends and success (u1
-        [N]), or a picture.
-        """
+        """Reset, step or draw; return a picture, or the memory of observations, last ones, rewards, ends, success."""
         if order == b"V":
             return b"=" + self._draw()
         self._ends[:], self._success[:] = 0, UNKNOWN

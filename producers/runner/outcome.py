@@ -89,8 +89,7 @@ class PendingNotes:
 class EpisodeHandle:
     """The ``episode`` that a plain function is given.
 
-    id: the same in every attempt, so a retry finds what was stored under it before. attempt: 0, 1, ...
-    deadline: Unix time, seconds.
+    id: the same in every attempt, so a retry finds what was stored under it. attempt: 0, 1, ... deadline: Unix time.
     """
 
     def __init__(self, connection: GeneratorConnection, store: PendingNotes, order: dict[str, Any]) -> None:
