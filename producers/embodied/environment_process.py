@@ -57,9 +57,8 @@ class EnvironmentSpec:
             raise ConfigError(f"environment {self.id}: {error}") from error
         process.close()
         bounds = process.bounds
-        squashed = bounds is not None and bool(np.isfinite(bounds).all())
+        squashed = bounds is not None and bool(np.isfinite(bounds).all()) and not process.picture
         # Without filters a picture of any size fits.
-        squashed = squashed and not process.picture
         return PolicyShape(process.seen, process.actions, bounds is not None, squashed=squashed, filters=())
 
 
@@ -100,8 +99,8 @@ def join(answers: Sequence[Stepped]) -> Stepped:
 class EnvironmentProcess:
     """N environments in one process.
 
-    seen: numbers of an observation, or the shape of a picture; observations: its numbers or bytes. actions: size of the
-    space, or of each of its parts. acted: shape of an action. bounds: of continuous actions, [2, A].
+    seen: numbers of an observation, or the shape of a picture; observations: its numbers, of this kind. actions: size
+    of the space, or of each of its parts. acted: shape of an action. bounds: of continuous actions, [2, A].
 
     ``reset`` or ``step`` begins, ``receive`` waits for the result; EnvironmentLost from it means that the process is of
     no more use.
@@ -117,29 +116,27 @@ class EnvironmentProcess:
         except OSError as error:
             raise EnvironmentLost(f"cannot start {program[0]}: {error}") from error
         self._connection = self._process.connection
-        self._limit = time.monotonic() + START_S
         setup = {"id": spec.id, "args": spec.args, "modules": list(spec.modules), "envs": envs}
         self._heard = bytearray()
-        with contextlib.suppress(OSError):
-            self._connection.sendall(json.dumps(setup).encode() + b"\n")
-        found = json.loads(self._read_line())
+        try:
+            found = json.loads(self._process.ask(json.dumps(setup).encode(), START_S))
+        except OSError as error:
+            raise self._lost(error) from None
         if "error" in found:
             self.close()
             raise EnvironmentLost(found["error"])
         seen, actions, bounds = found["observations"], found["actions"], found["bounds"]
         self.bounds = None if bounds is None else np.array(bounds, dtype=np.float32)
         self.picture = isinstance(seen, list)
-        self.seen = tuple(seen) if isinstance(seen, list) else int(seen)
-        self.actions = tuple(actions) if isinstance(actions, list) else int(actions)
-        self.acted: tuple[int, ...] = (len(self.actions),) if isinstance(self.actions, tuple) else ()
-        self.acted = self.acted if bounds is None else (int(actions),)
-        self.observations = math.prod(self.seen) if isinstance(self.seen, tuple) else self.seen
+        self.kind = np.dtype(np.uint8 if self.picture else "<f4")
+        self.seen: tuple[int, ...] | int = tuple(seen) if self.picture else seen
+        self.observations: int = math.prod(seen) if self.picture else seen
+        self.actions: tuple[int, ...] | int = tuple(actions) if isinstance(actions, list) else actions
+        parts = () if bounds is None else (actions,)
+        self.acted: tuple[int, ...] = (len(actions),) if isinstance(actions, list) else parts
 
     def reset(self, seed: int, same: bool = False) -> None:
-        """Begin a new episode of each environment.
-
-        The first has this seed, the others the numbers after it, or the ``same``.
-        """
+        """Begin new episodes, with this seed and the numbers after it, or all with the ``same``."""
         self._send(b"R" + struct.pack("<qq", seed, not same), self._spec.reset_s)
 
     def step(self, actions: npt.NDArray[Any]) -> None:
@@ -151,9 +148,8 @@ class EnvironmentProcess:
         """Wait for the end of a reset or step; EnvironmentLost after its deadline, or if there is no process."""
         self._answered()
         size, n = self.observations, self.envs
-        numbers = np.frombuffer(self._read(2 * n * size * (1 if self.picture else 4) + 6 * n), np.uint8)
-        kind = np.dtype(np.uint8 if self.picture else "<f4")
-        seen, last = numbers[: -6 * n].view(kind).reshape(2, n, size)
+        numbers = np.frombuffer(self._read(2 * n * size * self.kind.itemsize + 6 * n), np.uint8)
+        seen, last = numbers[: -6 * n].view(self.kind).reshape(2, n, size)
         flags = numbers[-2 * n :]
         return Stepped(seen, last, numbers[-6 * n : -2 * n].copy().view("<f4"), flags[:n], flags[n:])
 
@@ -186,12 +182,6 @@ class EnvironmentProcess:
         with contextlib.suppress(OSError):
             self._connection.sendall(data)
 
-    def _read_line(self) -> bytes:
-        line = b""
-        while not line.endswith(b"\n"):
-            line += self._read(1)
-        return line
-
     def _read(self, size: int) -> bytes:
         """Read this many bytes before the deadline."""
         try:
@@ -200,11 +190,12 @@ class EnvironmentProcess:
                 if not (part := self._connection.recv(1 << 16)):
                     raise ConnectionResetError
                 self._heard += part
-        except TimeoutError:
-            self.close()
-            raise EnvironmentLost("it did not answer in time and was killed") from None
-        except OSError:
-            raise EnvironmentLost(f"its process ended: {self.close()}") from None
+        except OSError as error:
+            raise self._lost(error) from None
         data = bytes(self._heard[:size])
         del self._heard[:size]
         return data
+
+    def _lost(self, error: OSError) -> EnvironmentLost:
+        late, end = isinstance(error, TimeoutError), self.close()
+        return EnvironmentLost("it did not answer in time and was killed" if late else f"its process ended: {end}")

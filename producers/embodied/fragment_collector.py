@@ -50,8 +50,7 @@ class Actor(Protocol):
 class Episodes:
     """The episodes that ended: return, length, and success as their info ``is_success`` or ``success`` says.
 
-    restarts: processes that were replaced; the episodes that this broke off count nowhere else. envs: in which each of
-    them was played.
+    restarts: replaced processes; the episodes that this broke off count nowhere else. envs: where each was played.
     """
 
     returns: list[float] = field(default_factory=list)
@@ -101,8 +100,7 @@ class _Columns:
 
     def __init__(self, steps: int, envs: int, process: EnvironmentProcess) -> None:
         """process: one of those that make them."""
-        seen = np.uint8 if process.picture else np.float32
-        self.observations: Seen = np.zeros((steps + 1, envs, process.observations), seen)
+        self.observations: Seen = np.zeros((steps + 1, envs, process.observations), process.kind)
         acts = np.int32 if process.bounds is None else np.float32
         self.actions: npt.NDArray[Any] = np.zeros((steps, envs, *process.acted), acts)
         self.logprobs, self.rewards = np.zeros((steps, envs), np.float32), np.zeros((steps, envs), np.float32)
@@ -112,7 +110,6 @@ class _Columns:
         self.versions = np.full(steps, np.iinfo(np.int64).max)
 
     def fragment(self) -> Fragment:
-        """Return the fragment."""
         arrays = {name: getattr(self, name) for name in ("observations", "actions", "logprobs", "rewards", "ends")}
         last = [self.last[place] for place in sorted(self.last)]
         arrays["last"] = np.stack(last) if last else np.zeros(0, self.observations.dtype)
@@ -153,18 +150,14 @@ class FragmentCollector:
             edges = np.linspace(0, processes, count + 1).astype(int).tolist()
             self._groups = [self._shares[start:end] for start, end in pairwise(edges)]
             # What is acted on next.
-            seen = np.uint8 if process.picture else np.float32
-            self._observations: Seen = np.zeros((envs, process.observations), seen)
+            self._observations: Seen = np.zeros((envs, process.observations), process.kind)
             self.reset(seed)
         except EnvironmentLost as error:
             self.close()
             raise DataError(f"environment {spec.id}: {error}") from error
 
     def reset(self, seed: int, same: bool = False) -> None:
-        """Begin new episodes, the first with this seed, and all if they are the ``same``; EnvironmentLost if it fails.
-
-        The others have the numbers after it.
-        """
+        """Begin new episodes, with this seed and the numbers after it, or all with the ``same``; or EnvironmentLost."""
         for share in self._shares:
             share.process.reset(seed if same else seed + share.part.start, same)
         for share in self._shares:

@@ -5,15 +5,15 @@ import functools
 import threading
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import chain, pairwise
+from itertools import chain
 from typing import Any
 
 import msgspec
 import numpy as np
 
-from producers.embodied.environment_process import EnvironmentLost, EnvironmentSpec, spec_of
+from producers.embodied.environment_process import EnvironmentLost, spec_of
 from producers.embodied.episode_groups import play_episodes, play_group
-from producers.embodied.fragment_collector import Actor, Collected, Episodes, FragmentCollector
+from producers.embodied.fragment_collector import Actor, Collected, Episodes, FragmentCollector, spans_of
 from producers.embodied.mlp_engine import MlpEngine
 from producers.workflows.base import RolloutContext, WorkflowServices
 from producers.workflows.trajectory_builder import SampledCompletion
@@ -27,9 +27,8 @@ class Fragments:
     """Plays environments with the engine mlp, one fragment at a time, in a thread beside the event loop."""
 
     def __init__(self) -> None:
-        self._collectors: dict[bytes, FragmentCollector] = {}
         self._idle: dict[bytes, list[FragmentCollector]] = {}
-        """Of evaluations, which play beside each other."""
+        """Those of evaluations may play beside each other, any others take turns."""
         self._turn = threading.Lock()
         self._squashed = self._whole = False
         self._discount: float | None = None
@@ -48,11 +47,8 @@ class Fragments:
                     f" generator.stall_s {config.generator.stall_s:g}, after which the generator itself is restarted"
                 )
             needed = await asyncio.to_thread(spec.shape)
-            if (needed.observations, needed.actions, needed.continuous) != (
-                shape.observations,
-                shape.actions,
-                shape.continuous,
-            ):
+            parts = [(one.observations, one.actions, one.continuous) for one in (needed, shape)]
+            if parts[0] != parts[1]:
                 raise ConfigError(
                     f"model.path {config.model.path}: a policy for {spec.id} needs observations"
                     f" {needed.observations}, actions {needed.actions}, continuous {str(needed.continuous).lower()}"
@@ -66,7 +62,7 @@ class Fragments:
 
     def _close(self) -> None:
         with self._turn:
-            for collector in [*self._collectors.values(), *chain(*self._idle.values())]:
+            for collector in chain(*self._idle.values()):
                 collector.close()
 
     async def run(self, rollout: RolloutContext) -> AsyncIterator[SampledCompletion]:
@@ -84,69 +80,51 @@ class Fragments:
 
     def _play_fragment(self, engine: MlpEngine, task: Task, index: int) -> SampledCompletion:
         data = task.data
-        spec = spec_of(data)
-        key = msgspec.msgpack.encode([spec, data["envs"], data["processes"]])
-        with self._turn:
-            collector = self._collectors.get(key)
-            if collector is None:
-                collector = self._collectors[key] = FragmentCollector(
-                    spec, data["envs"], data["seed"], data["processes"], self._squashed, self._discount
-                )
-            try:
-                with engine.playing() as begun:
-                    found = collector.collect(data["steps"], functools.partial(engine.act, begun=begun))
-            except Exception:
-                # Whatever state the environments are in, the next fragment begins with fresh ones.
-                self._collectors.pop(key).close()
-                raise
-        return _sample(task, index, found)
+        sizes = data["envs"], data["seed"], data["processes"], self._discount
+        with self._turn, self._playing(engine, task, *sizes) as (collector, actor):
+            return _sample(task, index, collector.collect(data["steps"], actor))
 
     def _play_group(self, engine: MlpEngine, task: Task, indices: Sequence[int]) -> list[SampledCompletion]:
         """Play an episode for each sample of the task, all from the state of its seed."""
-        spec, data = spec_of(task.data), task.data
-        processes = min(data["processes"], task.n)
-        key = msgspec.msgpack.encode([spec, task.n, processes])
-        with self._turn:
-            collector = self._collectors.pop(key, None)
-            if collector is None:
-                collector = FragmentCollector(spec, task.n, data["seed"], processes, self._squashed)
-            with _actor(engine, spec, collector) as actor:
-                found = play_group(collector, data["seed"], data["steps"], actor)
-            self._collectors[key] = collector
+        seed, processes = task.data["seed"], min(task.data["processes"], task.n)
+        with self._turn, self._playing(engine, task, task.n, seed, processes) as (collector, actor):
+            found = play_group(collector, seed, task.data["steps"], actor)
         return [_sample(task, index, None if found is None else found[index]) for index in indices]
 
     def _play_episode(self, engine: MlpEngine, task: Task, index: int) -> SampledCompletion:
         """Play one episode from the task's seed to its end; at temperature 0 with the most probable actions."""
-        spec, seed = spec_of(task.data), task.data["seed"] + index
-        idle = self._idle.setdefault(msgspec.msgpack.encode(spec), [])
+        seed = task.data["seed"] + index
+        with self._playing(engine, task, 1, seed) as (collector, actor):
+            parts = play_episodes(collector, seed, 1, actor)
+        if parts is None:
+            return _sample(task, index, None)
+        spans = list(spans_of(np.array([part.spans[0].version for part in parts])))
+        return _sample(task, index, None, spans, parts[-1].episodes)
+
+    @contextmanager
+    def _playing(
+        self, engine: MlpEngine, task: Task, envs: int, seed: int, processes: int = 1, discount: float | None = None
+    ) -> Iterator[tuple[FragmentCollector, Actor]]:
+        """Yield the task's environments, idle or new ones, and the policy to play them with in the block.
+
+        After an error there, in whatever state they are, they are closed: what follows begins with fresh ones.
+        """
+        spec = spec_of(task.data)
+        idle = self._idle.setdefault(msgspec.msgpack.encode([task.kind, spec, envs, processes]), [])
         try:
             collector = idle.pop()
         except IndexError:
-            collector = FragmentCollector(spec, 1, seed, squashed=self._squashed)
-        with _actor(engine, spec, collector, greedy=task.sampling.temperature == 0) as actor:
-            parts = play_episodes(collector, seed, 1, actor)
+            collector = FragmentCollector(spec, envs, seed, processes, self._squashed, discount)
+        greedy = task.kind == "eval" and task.sampling.temperature == 0
+        try:
+            with engine.playing() as begun:
+                yield collector, functools.partial(engine.act, begun=begun, greedy=greedy)
+        except Exception as error:
+            collector.close()
+            if isinstance(error, EnvironmentLost):
+                raise DataError(f"environment {spec.id}: {error}") from error
+            raise
         idle.append(collector)
-        if parts is None:
-            return _sample(task, index, None)
-        versions = [part.spans[0].version for part in parts]
-        starts = [t for t, version in enumerate(versions) if not t or version != versions[t - 1]]
-        spans = [Span(versions[start], start, end) for start, end in pairwise([*starts, len(parts)])]
-        return _sample(task, index, None, spans, parts[-1].episodes)
-
-
-@contextmanager
-def _actor(
-    engine: MlpEngine, spec: EnvironmentSpec, collector: FragmentCollector, greedy: bool = False
-) -> Iterator[Actor]:
-    """Yield the policy to play with in the block; an error there closes the collector."""
-    try:
-        with engine.playing() as begun:
-            yield functools.partial(engine.act, begun=begun, greedy=greedy)
-    except Exception as error:
-        collector.close()
-        if isinstance(error, EnvironmentLost):
-            raise DataError(f"environment {spec.id}: {error}") from error
-        raise
 
 
 def _sample(

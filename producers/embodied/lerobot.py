@@ -1,8 +1,8 @@
 """The dataset ``lerobot``: recorded episodes in LeRobot's format as demonstrations of a vision-language-action model.
 
 The formats 2 and 3 are read from a folder: ``meta/info.json``, the tasks beside it, parquet files below ``data``, and
-videos below ``videos``.
-A demonstration has the prompt that the environment ``actions`` shows, and the next actions as its tokens.
+videos below ``videos``. A demonstration has the prompt that the environment ``actions`` shows, and the next actions as
+its tokens.
 """
 
 import json
@@ -49,8 +49,7 @@ class LeRobot:
         every: Annotated[int, Field(ge=1)] = 1,
     ) -> None:
         self._folder, self._picture = base / Path(path).expanduser(), picture
-        self._bins, self._chunk = bins, chunk
-        self._texts = prompt, instruction
+        self._bins, self._chunk, self._texts = bins, chunk, (prompt, instruction)
         info = _read_info(self._folder, picture)
         video = info["features"][picture]["dtype"] == "video"
         self._table = _read_table(self._folder, picture, video)
@@ -59,12 +58,12 @@ class LeRobot:
         self._tokens = self._whole(actions) if whole else self._parts(actions, low, high)
         self._tasks = _read_tasks(self._folder)
         episodes, frames = (self._column(name) for name in ("episode_index", "frame_index"))
-        order = np.lexsort((frames, episodes))
-        last = len(order) - chunk
+        self._order = order = np.lexsort((frames, episodes))
         self._starts = [
-            at for at in range(last + 1) if not frames[order[at]] % every and _follow(order[at : at + chunk], episodes)
+            at
+            for at in range(len(order) - chunk + 1)
+            if not frames[order[at]] % every and episodes[order[at]] == episodes[order[at + chunk - 1]]
         ]
-        self._order = order
         self._places = _find_videos(self._folder, info, picture, np.unique(episodes).tolist()) if video else {}
         self._videos = VideoFrames(info["fps"], "dataset lerobot") if video else None
         if not self._starts:
@@ -125,11 +124,6 @@ class LeRobot:
         return np.clip((actions - least) / (most - least) * self._bins, 0, self._bins - 1).astype(np.int64)
 
 
-def _follow(chosen: Sequence[int], episodes: npt.NDArray[Any]) -> bool:
-    """Return whether frames are of one episode."""
-    return bool(episodes[chosen[0]] == episodes[chosen[-1]])
-
-
 def _read_info(folder: Path, picture: str) -> dict[str, Any]:
     """Read what the columns are; ConfigError unless there are actions, and pictures of this name."""
     file = folder / "meta" / "info.json"
@@ -186,12 +180,8 @@ def _find_videos(
 def _read_places(folder: Path, picture: str) -> dict[int, tuple[int, int, float]]:
     """Read where each episode's video is in format 3: the numbers of the folder and the file, and its first second."""
     names = ["episode_index", *(f"videos/{picture}/{name}" for name in ("chunk_index", "file_index", "from_timestamp"))]
-    try:
-        columns = _load_rows(sorted((folder / EPISODES).glob("*/*.parquet")), names).to_dict()
-        numbers, *others = (columns[name] for name in names)
-    except (OSError, ValueError, KeyError) as error:
-        reason = " ".join(str(error).split())
-        raise ConfigError(f"dataset lerobot: {folder / EPISODES} can't be read: {reason}") from error
+    columns = _load_folder(folder / EPISODES, names).to_dict()
+    numbers, *others = (columns[name] for name in names)
     return dict(zip(numbers, zip(*others, strict=True), strict=True))
 
 
@@ -213,11 +203,15 @@ def _read_tasks(folder: Path) -> dict[int, str]:
 def _read_table(folder: Path, picture: str, video: bool) -> Any:
     """Map the parquet files into memory; images stay files."""
     columns = ["action", "episode_index", "frame_index", "task_index", "timestamp" if video else picture]
+    return _load_folder(folder / "data", columns, None if video else picture)
+
+
+def _load_folder(folder: Path, columns: list[str], picture: str | None = None) -> Any:
     try:
-        return _load_rows(sorted((folder / "data").glob("*/*.parquet")), columns, None if video else picture)
+        return _load_rows(sorted(folder.glob("*/*.parquet")), columns, picture).select_columns(columns)
     except (OSError, ValueError, KeyError) as error:
         reason = " ".join(str(error).split())
-        raise ConfigError(f"dataset lerobot: {folder / 'data'} can't be read: {reason}") from error
+        raise ConfigError(f"dataset lerobot: {folder} can't be read: {reason}") from error
 
 
 def _load_rows(files: Sequence[Path], columns: list[str] | None = None, picture: str | None = None) -> Any:
