@@ -45,7 +45,7 @@ class EngineTurns:
         self._engine, self._orders, self._updates = engine, orders, updates
         self._lock = generator_lock(folder, name)
         self._wanted = trainer_lock(folder)
-        self._clock = TurnClock()
+        self.clock = TurnClock()
         self._needed: dict[str, int] | None = None
         LockToucher([self._lock]).start()
 
@@ -55,10 +55,6 @@ class EngineTurns:
         folder = shares_gpus(name)
         return cls(folder, name, engine, orders, updates) if folder is not None else None
 
-    def metrics(self) -> dict[str, float]:
-        """Return figures for the heartbeat."""
-        return self._clock.figures()
-
     async def take(self, stop: StopFlag) -> bool:
         """Wait until the trainer does not want the GPU, and take it; return False if stop comes first."""
         return await _until(stop, self._try_take)
@@ -66,19 +62,20 @@ class EngineTurns:
     async def run(self, stop: StopFlag) -> None:
         """Give the GPU to the trainer whenever it wants it, until stop. The engine is started and has the GPU."""
         while await _until(stop, lambda: not self._wanted.is_free(shared=True)):
-            with self._clock.measure("sleep"):
+            with self.clock.measure("sleep"):
                 await self._orders.lend_device(True)
                 await self._sleep()
             self.close()
             log.info("gave the GPU to the trainer", **self._rounded("sleep"))
-            if not await _until(stop, lambda: not self._is_paused() and self._try_take()):
+            # Not while there is another reason to pause than the trainer's turn.
+            if not await _until(stop, lambda: not self._orders.reasons - {"device in use"} and self._try_take()):
                 return
-            with self._clock.measure("wake"):
+            with self.clock.measure("wake"):
                 await self._wait_for_memory()
                 await self._engine.wake()
-            with self._clock.measure("load"):
+            with self.clock.measure("load"):
                 await self._updates.check_woken(stop)
-            parts = self._clock.parts
+            parts = self.clock.parts
             parts["probe"] = min(self._updates.last_probe_s, parts["load"])
             parts["load"] -= parts["probe"]
             await self._orders.lend_device(False)
@@ -95,10 +92,9 @@ class EngineTurns:
         self._needed = {gpu: after[gpu] - free for gpu, free in before.items() if after.get(gpu, 0) > free}
 
     async def _wait_for_memory(self) -> None:
-        """Wait until the GPUs have what the engine needs: an engine that finds less fails with an error of its own.
+        """Wait until the GPUs have what the engine needs, which may be a moment after it was given back.
 
-        A driver may report memory as free only a moment after it was given back. InfraError after FREE_S, which says
-        who has it.
+        InfraError after FREE_S says who has it; an engine that finds less fails with an error of its own.
         """
         end = time.monotonic() + FREE_S
         while self._needed:
@@ -117,17 +113,13 @@ class EngineTurns:
             await asyncio.sleep(MEMORY_POLL_S)
 
     def _rounded(self, *parts: str) -> dict[str, float]:
-        return {f"{part}_s": round(self._clock.parts[part], 3) for part in parts}
+        return {f"{part}_s": round(self.clock.parts[part], 3) for part in parts}
 
     def close(self) -> None:
         """Free the GPU's lock; the engine has no memory there."""
         if self._lock.held:
             self._lock.release()
-            self._clock.turn(False)
-
-    def _is_paused(self) -> bool:
-        """Whether there is another reason to pause than the trainer's turn."""
-        return bool(self._orders.reasons - {"device in use"})
+            self.clock.turn(False)
 
     def _try_take(self) -> bool:
         if not self._wanted.is_free(shared=True) or not self._lock.try_hold():
@@ -136,7 +128,7 @@ class EngineTurns:
             # The trainer has asked in between, and waits for this lock.
             self._lock.release()
             return False
-        self._clock.turn(True)
+        self.clock.turn(True)
         return True
 
 

@@ -6,7 +6,6 @@ tasks continue meanwhile on the weights in use.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from schemas.messages import Heartbeat
 
@@ -14,35 +13,32 @@ SILENT_S = 5.0
 """A generator without a heartbeat for this time counts as gone."""
 
 
-@dataclass(frozen=True)
-class EvaluationState:
-    """The evaluations that are due, open or running, as far as a generator knows.
-
-    every: each multiple of it is evaluated. pending: version of the next task that no generator took, -1 for none.
-    busy: this generator is answering evaluation tasks. opened: the evaluation of the version in use was opened.
-    """
-
-    every: int
-    pending: int = -1
-    busy: bool = False
-    opened: bool = False
-
-
-def next_version(current: int, stored: Sequence[int], evaluations: EvaluationState, patient: bool) -> int | None:
+def next_version(
+    current: int,
+    stored: Sequence[int],
+    every: int,
+    *,
+    pending: int = -1,
+    busy: bool = False,
+    opened: bool = False,
+    patient: bool = False,
+) -> int | None:
     """Return the version to load now, None to stay with ``current`` (-1 at the start).
 
-    stored: available versions. patient: whether to wait for an evaluation that is about to be opened.
+    stored: available versions. every: each multiple of it is evaluated. pending: version of the next task that no
+    generator took, -1 for none. busy: this generator is answering evaluation tasks. opened: the evaluation of the
+    version in use was opened. patient: whether to wait for one that is about to be.
     """
     newer = sorted(version for version in stored if version > current)
     if not newer:
         return None
     if current >= 0:
-        about_to_open = patient and current % evaluations.every == 0 and not evaluations.opened
-        if evaluations.busy or evaluations.pending == current or about_to_open:
+        about_to_open = patient and current % every == 0 and not opened
+        if busy or pending == current or about_to_open:
             return None
-    if evaluations.pending in newer:
-        return evaluations.pending
-    due = [version for version in newer if version % evaluations.every == 0]
+    if pending in newer:
+        return pending
+    due = [version for version in newer if version % every == 0]
     # At the start, only pending evaluations count: many stored versions may not be evaluated any more.
     return due[0] if due and current >= 0 else newer[-1]
 

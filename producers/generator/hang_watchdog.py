@@ -68,10 +68,7 @@ class LoopPulse:
 
 
 class HangWatchdog:
-    """A thread that checks every second, and calls ``end`` with a reason if ``growth`` has stalled for ``stall_s``.
-
-    what: says what hangs then.
-    """
+    """A thread that checks every second, and calls ``end`` with ``what`` hangs if ``growth`` stalls for ``stall_s``."""
 
     def __init__(
         self,

@@ -44,25 +44,20 @@ class Outbox:
     async def _send_all(self) -> None:
         while self._waiting:
             batch, self._waiting = self._waiting, []
-            await self._send(batch)
-
-    async def _send(self, batch: Sequence[tuple[Trajectory, asyncio.Future[str]]]) -> None:
-        by_task: dict[int, list[tuple[Trajectory, asyncio.Future[str]]]] = {}
-        for trajectory, done in batch:
-            by_task.setdefault(trajectory.task_id, []).append((trajectory, done))
-        results = [(task_id, [trajectory for trajectory, _ in parts]) for task_id, parts in by_task.items()]
-        call = asyncio.create_task(asyncio.to_thread(self._queue.publish_all, results))
-        await asyncio.wait([call])
-        error = call.exception()
-        if error is not None:
-            # Any error: the callers must get it.
-            for _, done in batch:
-                if not done.done():  # cancelled meanwhile
-                    done.set_exception(error)
-            return
-        for words, parts in zip(call.result(), by_task.values(), strict=True):
-            for word, (_, done) in zip(words, parts, strict=True):
-                _end(done, word)
+            by_task: dict[int, list[tuple[Trajectory, asyncio.Future[str]]]] = {}
+            for trajectory, done in batch:
+                by_task.setdefault(trajectory.task_id, []).append((trajectory, done))
+            results = [(task_id, [trajectory for trajectory, _ in parts]) for task_id, parts in by_task.items()]
+            try:
+                answers = await asyncio.to_thread(self._queue.publish_all, results)
+            except Exception as error:  # noqa: BLE001 - the callers must get it
+                for _, done in batch:
+                    if not done.done():  # cancelled meanwhile
+                        done.set_exception(error)
+                continue
+            for words, parts in zip(answers, by_task.values(), strict=True):
+                for word, (_, done) in zip(words, parts, strict=True):
+                    _end(done, word)
 
 
 def _end(done: asyncio.Future[T], result: T) -> None:
@@ -118,11 +113,8 @@ def _in_common(first: Sequence[T], second: Sequence[T], same: Callable[[T, T], b
 
 
 def _same_call(first: Call, second: Call) -> bool:
-    return first is second or (first.key, first.finish, len(first.tokens)) == (
-        second.key,
-        second.finish,
-        len(second.tokens),
-    )
+    one, other = ((call.key, call.finish, len(call.tokens)) for call in (first, second))
+    return one == other
 
 
 @dataclass
@@ -144,11 +136,7 @@ class PartialSaver:
         self._saving: asyncio.Task[None] | None = None
 
     def save_soon(self, delivery: Delivery[Task], partial: Partial) -> asyncio.Future[bool]:
-        """Save this state of a sample soon.
-
-        The future, which need not be awaited, is True when the broker has this or a later state, and False when it
-        can't be saved.
-        """
+        """Save this state soon; the future, which none need await, says whether the broker has this or a later one."""
         key = delivery.message.task_id, partial.sample
         done: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         earlier = self._unsaved.get(key)

@@ -14,7 +14,7 @@ import structlog
 
 from broker.queues.consumer_group import Delivery
 from producers.generator.context import GeneratorContext
-from producers.workflows.base import FailedSample, RolloutContext, is_service_error
+from producers.workflows.base import FailedSample, RolloutContext, SaveDone, is_service_error
 from producers.workflows.given_answer import give_answer
 from producers.workflows.self_teacher import ask_self
 from producers.workflows.trajectory_builder import SampledCompletion
@@ -32,11 +32,7 @@ log = structlog.get_logger()
 
 
 class Rollout:
-    """One run of one delivery of a task.
-
-    published: called with each sample that the broker has accepted. ending: set when the generator ends, which cuts
-    samples short.
-    """
+    """One run of a delivery. published: called with each accepted sample. ending: set to cut samples short."""
 
     def __init__(
         self,
@@ -45,10 +41,8 @@ class Rollout:
         published: Callable[[Trajectory], Awaitable[None]],
         ending: StopFlag,
     ) -> None:
-        self._context = context
-        self._delivery = delivery
-        self._published = published
-        self._ending = ending
+        self._context, self._delivery = context, delivery
+        self._published, self._ending = published, ending
         self._task = delivery.message
         self._begun = time.monotonic()
         self._times_lent = context.orders.times_lent
@@ -129,7 +123,8 @@ class Rollout:
                     raise DataError(f"yielded sample {sample.index!r}, but the samples asked for are {asked}")
                 self._ended.add(sample.index)
                 if isinstance(sample, FailedSample):
-                    leaving.create_task(self._fail_one(sample))
+                    reason = self._describe(DataError(sample.reason))
+                    leaving.create_task(self._fail([sample.index], reason, kind=sample.kind))
                 else:
                     leaving.create_task(self._deliver(sample, time.monotonic() - self._begun, rollout))
         except asyncio.CancelledError as error:
@@ -203,10 +198,12 @@ class Rollout:
         context = self._context
         good = await context.updates.wait_trusted(sample.spans, len(sample.tokens))
         check_finite(sample, good)
+        earlier = self._earlier(sample.index)
         if sample.finish == "abort" or good < len(sample.tokens):
             partial = sample.to_partial(good)
             cut_short = self._ending or context.orders.times_lent != self._times_lent
-            if good == len(sample.tokens) and not cut_short and not self._has_grown(partial):
+            grown = partial.size > (earlier.size if earlier is not None else 0)
+            if good == len(sample.tokens) and not cut_short and not grown:
                 bound = context.config.broker.max_deliveries
                 if self._delivery.fruitless >= bound:
                     raise DataError(
@@ -218,7 +215,7 @@ class Rollout:
             return None
         trajectory = sample.to_trajectory(self._task, context.config.run.name, context.name, seconds)
         trajectory.trace = self._trace(sample.index)
-        if self._earlier(sample.index) is None:
+        if earlier is None:
             trajectory.process = context.process
         return trajectory
 
@@ -226,22 +223,15 @@ class Rollout:
         """Return the saved state of a sample when this rollout began."""
         return next((saved for saved in self._task.partials if saved.sample == sample), None)
 
-    def _has_grown(self, partial: Partial) -> bool:
-        """Return whether it has more tokens than the sample had when this rollout began."""
-        earlier = self._earlier(partial.sample)
-        return partial.size > (earlier.size if earlier is not None else 0)
-
     def _save(self, partial: Partial) -> Awaitable[bool]:
         trusted = self._trusted(partial)
         saving = self._save_soon(trusted)
         return saving if trusted.size == partial.size else _WhenAwaited(lambda: self._save_when_checked(partial))
 
-    def _save_soon(self, partial: Partial) -> asyncio.Future[bool]:
+    def _save_soon(self, partial: Partial) -> Awaitable[bool]:
         if partial.size or partial.notes:
             return self._context.saver.save_soon(self._delivery, self._state(partial))
-        nothing: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-        nothing.set_result(True)
-        return nothing
+        return SaveDone()
 
     def _state(self, partial: Partial) -> Partial:
         """Return a partial sample with what it had before this rollout, and with its trace."""
@@ -249,10 +239,7 @@ class Rollout:
         return msgspec.structs.replace(state, trace=self._trace(partial.sample, partial.size))
 
     def _trace(self, sample: int, tokens: int | None = None) -> bytes:
-        """Return the trace of a sample so far: of earlier attempts, and of this one with its calls.
-
-        tokens: so far; None for a finished sample, whose message has them.
-        """
+        """Return a sample's trace so far, of earlier attempts and of this. tokens: so far; None once it is finished."""
         if self._moments is None:
             return b""
         earlier, own = self._earlier(sample), self._moments.get(sample, ())
@@ -301,9 +288,6 @@ class Rollout:
         kept = [call for call, whole in zip(calls, partial.calls, strict=True) if call is whole or len(call.tokens)]
         return msgspec.structs.replace(head(partial, trusted(partial.spans, len(partial.tokens))), calls=kept)
 
-    async def _fail_one(self, sample: FailedSample) -> None:
-        await self._fail([sample.index], self._describe(DataError(sample.reason)), kind=sample.kind)
-
     async def _fail(
         self, samples: Sequence[int], reason: str, broken_version: int = -1, kind: str = "workflow"
     ) -> None:
@@ -311,11 +295,16 @@ class Rollout:
         if not samples:
             return
         log.warning("samples failed", task_id=self._task.task_id, samples=len(samples), reason=reason)
-        fail = functools.partial(
-            self._context.queue.fail_sample, reason=reason, broken_version=broken_version, kind=kind
-        )
         for sample in samples:
-            await asyncio.to_thread(fail, self._task.task_id, sample, trace=self._trace(sample, 0))
+            await asyncio.to_thread(
+                self._context.queue.fail_sample,
+                self._task.task_id,
+                sample,
+                reason=reason,
+                broken_version=broken_version,
+                kind=kind,
+                trace=self._trace(sample, 0),
+            )
 
 
 @dataclass(frozen=True)

@@ -205,7 +205,7 @@ class Generator:
             "evaluating": float(self._updates.evaluating),
         }
         if self._turns is not None:
-            metrics |= self._turns.metrics()
+            metrics |= self._turns.clock.figures()
         state = DRAINED if running and self._context.is_drained else self._state
         if running and self._orders.is_asleep:
             state = ASLEEP

@@ -130,10 +130,7 @@ class TaskLoop:
         }
 
     def renew(self) -> None:
-        """Renew the leases of all tasks in progress, and stop those that another generator has taken over.
-
-        Called from the heartbeat thread.
-        """
+        """Renew all tasks' leases, and stop tasks that others have taken over; called from the heartbeat thread."""
         taken = self._queue.renew_leases()
         if taken and self._loop is not None and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._stop_taken, taken)

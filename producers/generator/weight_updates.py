@@ -6,6 +6,7 @@ one. If there is neither, the process ends, and its restart loads the newest ver
 """
 
 import asyncio
+import functools
 import random
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -19,7 +20,7 @@ import structlog
 from broker.client import Broker
 from broker.weights.local_copy import LocalWeights
 from producers.engines.base import Engine, PromptImage
-from producers.generator.eval_versions import EvaluationState, next_version
+from producers.generator.eval_versions import next_version
 from producers.generator.orders import OrderFollower
 from producers.generator.trusted_weights import TrustedWeights
 from producers.generator.weight_probe import ProbeJudge
@@ -31,42 +32,6 @@ from schemas.images import probe_image
 from schemas.messages import Adapter, Event, FileSource, Manifest, Probe, Span, WeightSource
 from schemas.model_folder import resolve_folder
 from schemas.system.lifecycle import StopFlag, until_stopped
-
-
-class ServedModel:
-    """The model of this generator; each version is compared with it before it is fetched."""
-
-    def __init__(self, config: TidemillConfig) -> None:
-        self._path = config.model.path
-        self._lora = config.trainer.lora
-        self._base: str | None = None
-
-    def check_compatible(self, adapter: Adapter | None) -> None:
-        """Compare with a version's adapter, None for a whole model; read model.path the first time.
-
-        Raises DataError if such weights can't be used here.
-        """
-        if adapter is None:
-            if self._lora is None:
-                return
-            raise DataError("it is a whole model, and this generator is configured with trainer.lora: remove that")
-        if self._lora is None:
-            raise DataError(
-                "it is an adapter, and this generator is configured without trainer.lora: use the run's configuration"
-            )
-        for name in ("rank", "alpha"):
-            given, configured = getattr(adapter, name), getattr(self._lora, name)
-            if given != configured:
-                raise DataError(
-                    f"it is an adapter of {name} {given:g}, and this generator's trainer.lora.{name} is {configured:g}"
-                )
-        try:
-            self._base = self._base or base_digest(resolve_folder(self._path))
-        except (ConfigError, DataError) as error:
-            raise DataError(f"it is an adapter, and its base model can't be compared: {error}") from error
-        if self._base != adapter.base:
-            raise DataError(f"it is an adapter of another model than this generator's model.path {self._path}")
-
 
 OPEN_DEADLINE_S = 2.0
 """How long a version that is due for evaluation stays in use until its evaluation is opened."""
@@ -88,8 +53,7 @@ class WeightUpdater:
     """The follower of published weights for one engine; tasks wait here for weights that they may use.
 
     weights: which versions may be used and trusted. last_load_s, last_probe_s: seconds that the last ones took.
-    is_loading: the engine replaces its weights.
-    evaluating: evaluation tasks in progress, which delay new weights.
+    is_loading: the engine replaces its weights. evaluating: evaluation tasks in progress, which delay new weights.
     """
 
     def __init__(
@@ -99,7 +63,7 @@ class WeightUpdater:
         self._engine = engine
         self._name = name
         self._local = LocalWeights(broker.weights, folder)
-        self._model = ServedModel(config)
+        self._model_path, self._lora = config.model.path, config.trainer.lora
         self._images = image_settings(config)
         # Peers may fetch the local copy, and the next delta is applied to it.
         self._keep_copy = config.trainer.publish.deltas or config.trainer.publish.from_peers
@@ -156,12 +120,18 @@ class WeightUpdater:
             return newest
         now = time.monotonic()
         evaluations = await asyncio.to_thread(self._queue.take_evaluations, self.version, 0)
-        every = self._orders.eval_every(self._every)
-        state = EvaluationState(every, evaluations.pending, self.evaluating > 0, evaluations.opened)
         stored = {item.version: item for item in await asyncio.to_thread(self._broker.weights.published)}
         excluded = self.weights.refused_versions | self._unreachable
         versions = [version for version in stored if version not in excluded]
-        chosen = next_version(self.version, versions, state, now - self._loaded < OPEN_DEADLINE_S)
+        chosen = next_version(
+            self.version,
+            versions,
+            self._orders.eval_every(self._every),
+            pending=evaluations.pending,
+            busy=self.evaluating > 0,
+            opened=evaluations.opened,
+            patient=now - self._loaded < OPEN_DEADLINE_S,
+        )
         if chosen is None:
             self._waiting_since = self._waiting_since or now
             if now - self._waiting_since < self._hold_s:
@@ -257,10 +227,9 @@ class WeightUpdater:
             await self._note_verdict(manifest)
 
     async def check_woken(self, stop: StopFlag) -> None:
-        """Load the newest weights into an engine that slept, or probe those that it has; before it samples again.
+        """Load the newest weights into an engine that slept, or probe those that it has, before it samples again.
 
-        Weights that can't be fetched now are not waited for: their trainer may be waiting for this device.
-        InfraError if the weights in use fail their probe.
+        InfraError if those fail. A fetch that fails is not repeated: its trainer may be waiting for this device.
         """
         self._wakes += 1
         chosen, newest = None, await asyncio.to_thread(self._broker.weights.newest)
@@ -279,7 +248,7 @@ class WeightUpdater:
     async def _checked_source(self, manifest: Manifest, stop: StopFlag, once: bool = False) -> WeightSource | None:
         """Return the fetched version; None for one that is not for this generator, and as ``_fetch`` does."""
         try:
-            await asyncio.to_thread(self._model.check_compatible, manifest.adapter)
+            await asyncio.to_thread(self._check_compatible, manifest.adapter)
         except DataError as error:
             text = f"weights version {manifest.version} is not for this generator: {error}"
             await self._set_in_use(await self._refuse(manifest, text))
@@ -292,6 +261,32 @@ class WeightUpdater:
             return await self._fetch(manifest, stop, once)
         finally:
             self._fetching.release()
+
+    def _check_compatible(self, adapter: Adapter | None) -> None:
+        """Compare a version's adapter, None for a whole model, with this generator's; DataError if they don't fit."""
+        lora = self._lora
+        if adapter is None and lora is not None:
+            raise DataError("it is a whole model, and this generator is configured with trainer.lora: remove that")
+        if adapter is None:
+            return
+        if lora is None:
+            raise DataError(
+                "it is an adapter, and this generator is configured without trainer.lora: use the run's configuration"
+            )
+        for name, given, configured in (("rank", adapter.rank, lora.rank), ("alpha", adapter.alpha, lora.alpha)):
+            if given != configured:
+                raise DataError(
+                    f"it is an adapter of {name} {given:g}, and this generator's trainer.lora.{name} is {configured:g}"
+                )
+        if self._base_digest != adapter.base:
+            raise DataError(f"it is an adapter of another model than this generator's model.path {self._model_path}")
+
+    @functools.cached_property
+    def _base_digest(self) -> str:
+        try:
+            return base_digest(resolve_folder(self._model_path))
+        except (ConfigError, DataError) as error:
+            raise DataError(f"it is an adapter, and its base model can't be compared: {error}") from error
 
     @asynccontextmanager
     async def _drained(self) -> AsyncIterator[None]:
@@ -308,7 +303,9 @@ class WeightUpdater:
 
     async def _load_and_probe(self, manifest: Manifest, source: WeightSource) -> None:
         try:
-            await self._calibrate(manifest)
+            if manifest.version == 0 and self.version < 0 and manifest.probe is not None:
+                # The model that the engine has read itself: this is what correct weights differ by.
+                self._judge.calibrate(np.abs(await self._score(manifest.probe) - manifest.probe.logprobs.numpy()))
             await self._load(manifest, source)
         except DataError as error:
             text = f"weights version {manifest.version} does not fit this model: {error}"
@@ -398,21 +395,17 @@ class WeightUpdater:
         problem = self._judge.problem(differences)
         return problem and f"weights version {manifest.version} fails its probe: {problem}"
 
-    async def _calibrate(self, manifest: Manifest) -> None:
-        """Measure what correct weights differ by: version 0 is the model that the engine has read itself."""
-        if manifest.version == 0 and self.version < 0 and manifest.probe is not None:
-            self._judge.calibrate(np.abs(await self._score(manifest.probe) - manifest.probe.logprobs.numpy()))
-
     async def _score(self, probe: Probe) -> npt.NDArray[np.float32]:
-        began, images = time.monotonic(), [] if probe.image is None else [self._probe_image(*probe.image)]
-        found = await self._engine.logprobs(probe.tokens.numpy().tolist(), *([images] if images else []))
+        began, images = time.monotonic(), []
+        if probe.image is not None:
+            if self._images is None:
+                raise InfraError(
+                    "the trainer's model reads images, and this generator was started with model.kind text"
+                )
+            images = [[PromptImage("probe", *probe.image, probe_image(self._images))]]
+        found = await self._engine.logprobs(probe.tokens.numpy().tolist(), *images)
         self.last_probe_s = time.monotonic() - began
         return found
-
-    def _probe_image(self, start: int, end: int) -> PromptImage:
-        if self._images is None:
-            raise InfraError("the trainer's model reads images, and this generator was started with model.kind text")
-        return PromptImage("probe", start, end, probe_image(self._images))
 
     async def report_not_finite(self, version: int) -> None:
         """Report an event, once per version, that its weights gave log-probabilities that are not finite."""

@@ -88,12 +88,12 @@ def gpu(tmp_path: Path) -> SharedGpu:
 
 async def test_the_gpu_is_given_asleep_and_taken_back_checked(gpu: SharedGpu) -> None:
     async with gpu.running():
-        assert gpu.turns.metrics()["device_held_s"] < 30
+        assert gpu.turns.clock.figures()["device_held_s"] < 30
         for _ in range(2):
             assert gpu.trainer.try_hold()
             await gpu.until_free(gpu.own)
             assert gpu.orders.is_asleep
-            assert "device_lent_s" in gpu.turns.metrics()
+            assert "device_lent_s" in gpu.turns.clock.figures()
             gpu.trainer.release()
             await gpu.until_open()
             assert not gpu.own.is_free(shared=True)
@@ -189,7 +189,7 @@ async def test_a_hand_over_takes_no_time_of_its_own(gpu: SharedGpu) -> None:
         gpu.trainer.release()
         await gpu.until_open()
         assert time.monotonic() - started < 1.0
-    parts = {name: gpu.turns.metrics()[f"hand_over:{name}"] for name in ("sleep", "wake", "load", "probe")}
+    parts = {name: gpu.turns.clock.figures()[f"hand_over:{name}"] for name in ("sleep", "wake", "load", "probe")}
     assert parts["probe"] == gpu.last_probe_s
     assert parts["sleep"] > 0
 

@@ -1,10 +1,12 @@
 """Which version a generator loads next, and which of its weights are trusted."""
 
+from typing import Any
+
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from producers.generator.eval_versions import EvaluationState, is_served, next_version
+from producers.generator.eval_versions import is_served, next_version
 from producers.generator.trusted_weights import TrustedWeights
 from schemas.errors import DataError
 from schemas.messages import Heartbeat, Span
@@ -122,22 +124,22 @@ def test_the_first_untrusted_span_cuts_a_sample_off() -> None:
 
 
 @pytest.mark.parametrize(
-    ("current", "stored", "known", "patient", "expected"),
+    ("current", "stored", "known", "expected"),
     [
-        (3, [2, 3], EvaluationState(10), False, None),
-        (3, [3, 4, 5], EvaluationState(10), False, 5),
-        (-1, [10, 11, 12], EvaluationState(10), False, 12),
-        (-1, [10, 11, 12], EvaluationState(10, pending=10), False, 10),
-        (8, [8, 9, 10, 11], EvaluationState(10), False, 10),
-        (8, [8, 9, 11], EvaluationState(10), False, 11),
-        (8, [8, 9, 10, 11], EvaluationState(10, pending=9), False, 9),
-        (8, [8, 9, 11], EvaluationState(10, pending=10), False, 11),
-        (10, [10, 11], EvaluationState(10, pending=10, opened=True), False, None),
-        (10, [10, 11], EvaluationState(10, busy=True, opened=True), False, None),
-        (10, [10, 11], EvaluationState(10), True, None),
-        (10, [10, 11], EvaluationState(10), False, 11),
-        (10, [10, 11], EvaluationState(10, opened=True), True, 11),
-        (12, [12, 13], EvaluationState(10, pending=10), False, 13),
+        (3, [2, 3], {}, None),
+        (3, [3, 4, 5], {}, 5),
+        (-1, [10, 11, 12], {}, 12),
+        (-1, [10, 11, 12], {"pending": 10}, 10),
+        (8, [8, 9, 10, 11], {}, 10),
+        (8, [8, 9, 11], {}, 11),
+        (8, [8, 9, 10, 11], {"pending": 9}, 9),
+        (8, [8, 9, 11], {"pending": 10}, 11),
+        (10, [10, 11], {"pending": 10, "opened": True}, None),
+        (10, [10, 11], {"busy": True, "opened": True}, None),
+        (10, [10, 11], {"patient": True}, None),
+        (10, [10, 11], {}, 11),
+        (10, [10, 11], {"opened": True, "patient": True}, 11),
+        (12, [12, 13], {"pending": 10}, 13),
     ],
     ids=[
         "nothing newer",
@@ -156,10 +158,8 @@ def test_the_first_untrusted_span_cuts_a_sample_off() -> None:
         "continues when it is beyond",
     ],
 )
-def test_next_version(
-    current: int, stored: list[int], known: EvaluationState, patient: bool, expected: int | None
-) -> None:
-    assert next_version(current, stored, known, patient) == expected
+def test_next_version(current: int, stored: list[int], known: dict[str, Any], expected: int | None) -> None:
+    assert next_version(current, stored, 10, **known) == expected
 
 
 def test_tasks_wait_for_generators_that_have_their_version_or_come_to_it() -> None:
