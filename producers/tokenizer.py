@@ -51,7 +51,6 @@ class HfTokenizer:
 
     @property
     def pad_id(self) -> int | None:
-        """Return the id of padding, or None."""
         return None if self.hf.pad_token_id is None else int(self.hf.pad_token_id)
 
     @cached_property

@@ -183,7 +183,6 @@ class EnvironmentProcess:
             self._connection.sendall(data)
 
     def _read(self, size: int) -> bytes:
-        """Read this many bytes before the deadline."""
         try:
             while len(self._heard) < size:
                 self._connection.settimeout(max(1e-6, self._limit - time.monotonic()))

@@ -164,7 +164,6 @@ class FragmentCollector:
             self._begin(share)
 
     def close(self) -> None:
-        """End all environments."""
         for share in self._shares:
             share.process.close()
 

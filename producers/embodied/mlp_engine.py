@@ -212,7 +212,6 @@ class MlpEngine(Engine):
             return Acted(*policy.sample(policy.outputs(observations), rng, greedy), version)
 
     async def generate(self, *_: Any, **__: Any) -> list[Completion]:
-        """Raise DataError: this engine samples actions."""
         raise DataError("the engine mlp samples actions, no tokens: set generator.workflow.name to fragments")
 
     async def load(self, source: WeightSource, version: int) -> None:

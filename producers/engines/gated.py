@@ -53,7 +53,6 @@ class RequestGate:
 
     @asynccontextmanager
     async def held_closed(self) -> AsyncIterator[None]:
-        """Hold requests back for as long as the block runs."""
         self.holders += 1
         try:
             yield
@@ -170,7 +169,6 @@ class GatedEngine(Engine, ABC, Generic[Core, Images]):
         progress: ProgressCallback | None = None,
         images: Sequence[PromptImage] = (),
     ) -> list[Completion]:
-        """See Engine; ``prefix`` counts towards ``sampling.max_tokens``."""
         max_tokens = max_new_tokens(len(prompt_ids), len(prefix), sampling, self._settings.max_length)
         if max_tokens == 0:
             return [nothing("length") for _ in range(n)]

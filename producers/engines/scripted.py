@@ -101,7 +101,6 @@ class ScriptedEngine(Engine):
         progress: ProgressCallback | None = None,
         images: Sequence[PromptImage] = (),
     ) -> list[Completion]:
-        """See Engine; ``prefix`` counts towards ``sampling.max_tokens``."""
         self._check_open()
         limit = max_new_tokens(len(prompt_ids), len(prefix), sampling, self._settings.max_length)
         self._requests += 1

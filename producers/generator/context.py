@@ -53,7 +53,6 @@ class GeneratorContext:
 
     @functools.cached_property
     def process(self) -> str:
-        """The identity of this process."""
         return identify_process()
 
     def report(self, name: str, text: str) -> None:

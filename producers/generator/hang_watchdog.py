@@ -58,7 +58,6 @@ class LoopPulse:
         return self._answers
 
     def silent_s(self) -> float:
-        """Return the seconds since the last answer."""
         return time.monotonic() - self._answered
 
     def _answer(self) -> None:

@@ -30,7 +30,6 @@ class QuestionAnswering:
         self._questions = context.broker.questions
 
     async def run(self, stop: StopFlag) -> None:
-        """Answer questions until stop."""
         seen = self._context.orders.control.asked
         while not stop:
             asked = await until_stopped(stop, self._context.orders.wait_question(seen))

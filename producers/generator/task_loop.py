@@ -39,7 +39,6 @@ class MeanSampleSize:
         self._seen = 1
 
     def add(self, tokens: int) -> None:
-        """Add a finished sample to the mean."""
         self._seen = min(self._seen + 1, MEMORY)
         self.tokens += (tokens - self.tokens) / self._seen
 
@@ -121,7 +120,6 @@ class TaskLoop:
         return self._context.orders.capacity(generator.agents.episodes if self._is_agent else generator.max_samples)
 
     def metrics(self) -> dict[str, float]:
-        """Return the loop's metrics for the heartbeat."""
         return {
             "tokens_per_s": self._rate.rate(self.tokens),
             "samples_in_flight": float(self.in_flight),

@@ -35,7 +35,6 @@ class TrustedWeights:
         self.version, self._checked, self._restoring = version, True, False
 
     def refused(self, version: int) -> None:
-        """Never use ``version`` again."""
         self.refused_versions.add(version)
 
     def restoring(self) -> None:

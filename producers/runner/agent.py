@@ -102,7 +102,6 @@ class Clients:
         self._settings = {"http_client": shared, "timeout": wait}
 
     def client(self, base_url: str, api_key: str) -> Any:
-        """Return a client of one session."""
         return self._make(base_url=base_url, api_key=api_key, **self._settings)
 
 

@@ -31,7 +31,6 @@ def end_a_copy() -> None:
 
 
 def describe(error: BaseException) -> str:
-    """Return an exception as one line."""
     try:
         text = " ".join(str(error).split())
     except BaseException:  # noqa: BLE001 - user code: even the text of an exception may raise

@@ -55,7 +55,6 @@ def numbers(value: Any, what: str) -> dict[str, float]:
 
 
 def json_text(value: Any, what: str) -> str:
-    """Return the value as JSON."""
     try:
         return json.dumps(value, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
@@ -78,7 +77,6 @@ class PendingNotes:
         return kept
 
     def settle(self, order: dict[str, Any]) -> None:
-        """Handle the generator's answer to a note."""
         kept = self._waiting.pop(order["note"])
         if order["error"]:
             kept.set_exception(UserCodeError(order["error"]))

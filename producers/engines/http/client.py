@@ -93,7 +93,6 @@ class ServerClient:
         return InfraError(f"the server {self.shown} does not answer {path}: {error or type(error).__name__}")
 
     async def close(self) -> None:
-        """Close all connections."""
         await self._http.aclose()
 
 

@@ -323,7 +323,6 @@ def build_engine(settings: EngineSettings) -> HttpEngine | OpenAiEngine:
 
 
 def make_dialect(name: str) -> Dialect:
-    """Build the dialect of this name."""
     if name == "vllm":
         from producers.engines.http.vllm import VllmDialect
 

@@ -121,5 +121,4 @@ class OpenAiEngine(Engine):
     load = logprobs = pause = resume = abort_all = _refuse
 
     async def close(self) -> None:
-        """Close all connections."""
         await self._client.close()

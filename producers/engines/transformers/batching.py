@@ -167,7 +167,6 @@ class ContinuousBatch:
         return torch.log_softmax(logits, dim=-1).gather(1, tokens[0, 1:, None])[:, 0]
 
     def clear(self) -> None:
-        """Drop every row."""
         self.rows = []
         self._slots.clear()
 
@@ -197,7 +196,6 @@ class ContinuousBatch:
         self._take(rows, *draw(logits, [row.draw for row in rows]), version)
 
     def _take(self, rows: Sequence[BatchRow], tokens: Sequence[int], logprobs: Sequence[float], version: int) -> None:
-        """Give each row its next token."""
         for row, token, logprob in zip(rows, tokens, logprobs, strict=True):
             row.add([token], [logprob], version)
             if token in self._eos or (row.stop and self._stopped(row)):
@@ -212,7 +210,6 @@ class ContinuousBatch:
         return any(stop in text for stop in row.stop)
 
     def drop_finished(self) -> None:
-        """Remove finished rows."""
         finished = [index for index, row in enumerate(self.rows) if row.finish is not None]
         if finished:
             self.rows = [self.rows[index] for index in self._slots.remove(finished)]

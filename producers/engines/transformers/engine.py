@@ -37,7 +37,10 @@ _ATTENTION = {"full_attention", "sliding_attention"}
 
 
 class TransformersEngine(Engine):
-    """The ``transformers`` engine: ``args`` go to ``from_pretrained``; ``generate`` waits while it is paused."""
+    """The ``transformers`` engine. ``settings.args`` go to ``AutoModelForCausalLM.from_pretrained``.
+
+    While the engine is paused, ``generate`` waits and ``logprobs`` works.
+    """
 
     lacks: Mapping[Ability, str] = {"cache_usage": "the cache grows as samples do"}
 
@@ -115,7 +118,6 @@ class TransformersEngine(Engine):
         progress: ProgressCallback | None = None,
         images: Sequence[PromptImage] = (),
     ) -> list[Completion]:
-        """See Engine; ``prefix`` counts towards ``sampling.max_tokens``."""
         max_tokens = max_new_tokens(len(prompt_ids), len(prefix), sampling, self._settings.max_length)
         if max_tokens == 0:
             return [Completion([], np.zeros(0, np.float32), [], "length") for _ in range(n)]

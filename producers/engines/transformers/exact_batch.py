@@ -61,7 +61,6 @@ class Rows:
         return kept
 
     def copy(self, source: int, to: int) -> None:
-        """Copy a row into another slot."""
         self.lengths[to] = self.lengths[source]
         for states in chain(*self._layers.values()):
             states[to] = states[source]

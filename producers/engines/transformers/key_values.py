@@ -118,7 +118,6 @@ class _Layer(CacheLayerMixin):
             setattr(self, name, room)
 
     def copy_row(self, source: int, to: int, begin: int) -> None:
-        """Copy a row into another slot."""
         for states in (self.keys, self.values):
             states[to, :, begin : self._slots.end] = states[source, :, begin : self._slots.end]
 

@@ -94,7 +94,6 @@ class PeftAdapter:
 
     @torch.no_grad()
     def replace(self, tensors: Mapping[str, Tensor]) -> None:
-        """Load the tensors that ``read`` returned into the adapter."""
         if self._layers is None:
             from peft import LoraConfig as PeftConfig
             from peft import inject_adapter_in_model

@@ -118,7 +118,6 @@ def knows_fork_server() -> bool:
 
 
 def _server() -> Any:
-    """Return multiprocessing's state of its fork server."""
     return forkserver._forkserver
 
 
