@@ -48,8 +48,7 @@ class GeneratorContext:
     @property
     def is_drained(self) -> bool:
         """Whether this process must take no more tasks, because the trainer found a mismatch."""
-        found = self.orders.control.mismatch.get(self.name)
-        return found is not None and found == self.process
+        return self.orders.control.mismatch.get(self.name) == self.process
 
     @functools.cached_property
     def process(self) -> str:

@@ -57,12 +57,8 @@ class Outbox:
                 continue
             for words, parts in zip(answers, by_task.values(), strict=True):
                 for word, (_, done) in zip(words, parts, strict=True):
-                    _end(done, word)
-
-
-def _end(done: asyncio.Future[T], result: T) -> None:
-    if not done.done():  # cancelled meanwhile
-        done.set_result(result)
+                    if not done.done():
+                        done.set_result(word)
 
 
 @dataclass
@@ -119,11 +115,11 @@ def _same_call(first: Call, second: Call) -> bool:
 
 @dataclass
 class _Unsaved:
-    """The newest state of a sample that is not being saved yet, and the callers that wait for it."""
+    """The newest state of a sample that is not being saved yet. done: for all callers that wait for it."""
 
     delivery: Delivery[Task]
     partial: Partial
-    waiting: list[asyncio.Future[bool]]
+    done: asyncio.Future[bool]
 
 
 class PartialSaver:
@@ -138,24 +134,26 @@ class PartialSaver:
     def save_soon(self, delivery: Delivery[Task], partial: Partial) -> asyncio.Future[bool]:
         """Save this state soon; the future, which none need await, says whether the broker has this or a later one."""
         key = delivery.message.task_id, partial.sample
-        done: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         earlier = self._unsaved.get(key)
-        self._unsaved[key] = _Unsaved(delivery, partial, [*(earlier.waiting if earlier else ()), done])
+        done = earlier.done if earlier is not None else asyncio.get_running_loop().create_future()
+        self._unsaved[key] = _Unsaved(delivery, partial, done)
         if self._saving is None or self._saving.done():
             self._saving = asyncio.create_task(self._save())
-        return done
+        # A caller may be cancelled, and the others still get their answers.
+        return asyncio.shield(done)
 
     def forget(self, task: Task) -> None:
         """Stop saving a task that is no longer this generator's."""
         for sample in range(task.n):
             key = task.task_id, sample
-            _end_waiting(self._unsaved.pop(key, None))
+            if unsaved := self._unsaved.pop(key, None):
+                unsaved.done.set_result(False)
             self._saved.pop(key, None)
 
     async def close(self) -> None:
         """Wait for the call under way; nothing more is saved."""
         for unsaved in self._unsaved.values():
-            _end_waiting(unsaved)
+            unsaved.done.set_result(False)
         self._unsaved.clear()
         if self._saving is not None:
             await self._saving
@@ -170,7 +168,7 @@ class PartialSaver:
                 log.warning("growing samples could not be saved", reason=str(error))
             finally:
                 for key, item in unsaved.items():
-                    _end_waiting(item, key in kept)
+                    item.done.set_result(key in kept)
 
     async def _send(self, unsaved: dict[tuple[int, int], _Unsaved]) -> set[tuple[int, int]]:
         """Return the samples of which the broker has this state."""
@@ -198,8 +196,3 @@ class PartialSaver:
                     # The broker has another state: the next piece starts from the beginning.
                     self._saved.pop(key, None)
         return kept
-
-
-def _end_waiting(unsaved: _Unsaved | None, kept: bool = False) -> None:
-    for done in unsaved.waiting if unsaved is not None else ():
-        _end(done, kept)

@@ -103,10 +103,6 @@ class TaskLoop:
         self._by_entry: dict[bytes, Rollout] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._is_agent = self._config.generator.workflow.name in ENDPOINT_WORKFLOWS
-        evaluation = self._config.eval
-        self._largest_evaluation = (
-            max(evaluation.sampling_of(part).n for part in evaluation.dataset) if evaluation else 1
-        )
         self._rate = RateMeter()
         self.in_flight = 0
         self.tokens = 0
@@ -205,9 +201,11 @@ class TaskLoop:
 
     async def _take_evaluations(self) -> list[Delivery[Task]]:
         """Take evaluation tasks for the weights in use, or for older weights that no generator has."""
-        if self._config.eval is None:
+        evaluation = self._config.eval
+        if evaluation is None:
             return []
-        version, count = self._updates.version, self._groups_to_take(self._largest_evaluation)
+        version = self._updates.version
+        count = self._groups_to_take(max(evaluation.sampling_of(part).n for part in evaluation.dataset))
         evaluations = await asyncio.to_thread(self._queue.take_evaluations, version, count)
         if not evaluations.taken and 0 <= evaluations.pending < version:
             heartbeats = await asyncio.to_thread(self._context.broker.heartbeats.list)

@@ -81,10 +81,9 @@ class WeightUpdater:
         self._tasks = 0
         self._fetching = asyncio.Lock()
         self._wakes = 0
-        self._every = config.eval.every if config.eval else None
+        self._eval = config.eval
         self._queue = broker.task_queue(name)
         self._unreachable: set[int] = set()
-        self._hold_s = config.eval.hold_s if config.eval else 0.0
         self._loaded = time.monotonic()
         self._waiting_since: float | None = None
         self.weights = TrustedWeights()
@@ -116,7 +115,7 @@ class WeightUpdater:
 
     async def _choose(self, newest: Manifest) -> Manifest | None:
         """Return the version to load next, which evaluations may delay; None, after a moment, to keep the current."""
-        if self._every is None:
+        if self._eval is None:
             return newest
         now = time.monotonic()
         evaluations = await asyncio.to_thread(self._queue.take_evaluations, self.version, 0)
@@ -126,7 +125,7 @@ class WeightUpdater:
         chosen = next_version(
             self.version,
             versions,
-            self._orders.eval_every(self._every),
+            self._orders.eval_every(self._eval.every),
             pending=evaluations.pending,
             busy=self.evaluating > 0,
             opened=evaluations.opened,
@@ -134,10 +133,10 @@ class WeightUpdater:
         )
         if chosen is None:
             self._waiting_since = self._waiting_since or now
-            if now - self._waiting_since < self._hold_s:
+            if now - self._waiting_since < self._eval.hold_s:
                 await asyncio.sleep(POLL_S)
                 return None
-            log.warning("an evaluation takes too long: new weights are loaded during it", waited_s=self._hold_s)
+            log.warning("an evaluation takes too long: new weights are loaded during it", waited_s=self._eval.hold_s)
             chosen = newest.version
         self._waiting_since = None
         return stored.get(chosen, newest)

@@ -95,11 +95,10 @@ class HttpEngine(GatedEngine[ServerClient, None]):
                 await self.dialect.resume(client)
             else:
                 await client.post("/update_weight_version", {"new_version": str(self.version)})
-        except Refused as error:
+        except BaseException as error:
             await self.close()
-            raise InfraError(f"the server {client.shown} can't be used: {error}") from error
-        except BaseException:
-            await self.close()
+            if isinstance(error, Refused):
+                raise InfraError(f"the server {client.shown} can't be used: {error}") from error
             raise
         self._watch = asyncio.create_task(self._watch_health(client))
         log.info("inference server", server=self.release, url=client.shown)
@@ -133,13 +132,10 @@ class HttpEngine(GatedEngine[ServerClient, None]):
         """Fail the engine if the server's processes end or it no longer answers."""
         answered = asyncio.get_running_loop().time()
         while not self._failure.done():
-            if self._server is not None:
-                await asyncio.wait({self._server.ended}, timeout=_HEALTH_EVERY_S)
-                if self._server.ended.done():
-                    self._fail(self._server.ended.result())
-                    return
-            else:
-                await asyncio.sleep(_HEALTH_EVERY_S)
+            ended = None if self._server is None else self._server.ended
+            await asyncio.wait({ended or self._failure}, timeout=_HEALTH_EVERY_S)
+            if ended is not None and ended.done():
+                return self._fail(ended.result())
             try:
                 await client.get("/health", deadline_s=_HEALTH_DEADLINE_S)
                 answered = asyncio.get_running_loop().time()

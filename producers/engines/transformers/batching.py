@@ -91,6 +91,10 @@ class BatchRow(GrowingSample):
         return super().completion()
 
 
+Joining = tuple[Sequence[int], list[BatchRow]]
+"""A prompt and the rows that share it."""
+
+
 class ContinuousBatch:
     """The rows in flight, in the order of their slots.
 
@@ -114,8 +118,8 @@ class ContinuousBatch:
         self._slots = KeyValueSlots(model.device)
         self.rows: list[BatchRow] = []
 
-    def join(self, requests: Sequence[tuple[Sequence[int], list[BatchRow]]], version: int) -> None:
-        """Add the rows of requests, each a prompt and the rows that share it, and sample the first token of each."""
+    def join(self, requests: Sequence[Joining], version: int) -> None:
+        """Add the rows of requests, and sample the first token of each."""
         for prompt, rows in requests:
             for row in rows:
                 row.prompt = prompt
@@ -123,7 +127,7 @@ class ContinuousBatch:
             self._join(wave, version)
         self.drop_finished()
 
-    def _join(self, wave: Sequence[tuple[Sequence[int], list[BatchRow]]], version: int) -> None:
+    def _join(self, wave: Sequence[Joining], version: int) -> None:
         ids, mask = _padded([prompt for prompt, _ in wave], self._model.device)
         logits, fresh = self._prefill(ids, mask)
         counts = torch.tensor([len(rows) for _, rows in wave], device=ids.device)
@@ -215,9 +219,7 @@ class ContinuousBatch:
             self.rows = [self.rows[index] for index in self._slots.remove(finished)]
 
 
-def _waves(
-    requests: Sequence[tuple[Sequence[int], list[BatchRow]]],
-) -> Iterator[Sequence[tuple[Sequence[int], list[BatchRow]]]]:
+def _waves(requests: Sequence[Joining]) -> Iterator[Sequence[Joining]]:
     """Group requests by length into waves of at most PREFILL tokens; a longer prompt is a wave of its own."""
     start = 0
     for end in range(1, len(requests) + 1):

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
-from producers.engines.transformers.batching import BatchRow, ContinuousBatch, Draw, truncate
+from producers.engines.transformers.batching import BatchRow, ContinuousBatch, Draw, Joining, truncate
 from schemas.arithmetic.attention import KEYS, Places
 from schemas.arithmetic.products import TILE, distributions, fill, use_fixed_products
 from schemas.errors import ConfigError, first_line
@@ -85,7 +85,7 @@ class ExactBatch(ContinuousBatch):
         self._cache, self._slot_of = Rows(), list[int]()
         self._check()
 
-    def _join(self, wave: Sequence[tuple[Sequence[int], list[BatchRow]]], version: int) -> None:
+    def _join(self, wave: Sequence[Joining], version: int) -> None:
         slots = [self._cache.add(len(rows)) for _, rows in wave]
         states = self._read(self._cache, [first for first, *_ in slots], [prompt for prompt, _ in wave])
         for first, *others in slots:

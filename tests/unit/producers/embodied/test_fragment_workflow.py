@@ -179,7 +179,7 @@ def test_a_group_that_always_crashes_fails() -> None:
 def test_a_reward_that_is_not_finite_fails_its_fragment_and_no_other() -> None:
     args = {"length": 1000, "fault": "nan", "at": 45}
     data = {"id": "Counting-v0", "args": args, "modules": [MODULE], "envs": 1, "processes": 1, "steps": 30, "seed": 0}
-    task: Any = SimpleNamespace(data=data, text="")
+    task: Any = SimpleNamespace(kind="train", data=data, text="")
     engine: Any = PlainEngine()
     workflow = Fragments()
     assert workflow._play_fragment(engine, task, 0).reward == 30

@@ -105,6 +105,7 @@ async def test_who_waits_for_what_can_not_be_saved_goes_on(end: str) -> None:
         second = saver.save_soon(delivery, partial(8))
         if end == "the task is another's":
             saver.forget(delivery.message)
+            await asyncio.sleep(0)
             assert second.done()
         asyncio.get_running_loop().call_later(0.02, partials.open.set)
         if end == "the generator ends":
