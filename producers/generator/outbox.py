@@ -5,10 +5,9 @@ not: a state that can't be saved is skipped and logged, and its callers continue
 """
 
 import asyncio
-import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Self, TypeVar
+from typing import Any, Self
 
 import numpy as np
 import structlog
@@ -17,9 +16,7 @@ from broker.queues.consumer_group import Delivery
 from broker.queues.partials import Partials, piece_of
 from broker.queues.tasks import TaskQueue
 from schemas.errors import TidemillError
-from schemas.messages import Call, Partial, Piece, Task, Trajectory
-
-T = TypeVar("T")
+from schemas.messages import Partial, Piece, Task, Trajectory
 
 log = structlog.get_logger()
 
@@ -92,8 +89,9 @@ def next_piece(saved: Saved | None, partial: Partial) -> tuple[int, Piece] | Non
             length = 0
         total = len(partial.tokens)
     else:
-        length, size, total = _in_common(before.calls, partial.calls, _same_call), len(before.calls), len(partial.calls)
-    notes = _in_common(list(before.notes.items()), list(partial.notes.items()), operator.eq)
+        known, calls = ([(c.key, c.finish, len(c.tokens)) for c in one.calls] for one in (before, partial))
+        length, size, total = _in_common(known, calls), len(known), len(calls)
+    notes = _in_common(list(before.notes.items()), list(partial.notes.items()))
     if (length, notes) == (size, len(before.notes)):
         if (length, notes) == (total, len(partial.notes)):
             return None
@@ -102,15 +100,10 @@ def next_piece(saved: Saved | None, partial: Partial) -> tuple[int, Piece] | Non
     return number, piece_of(partial, *saved.starts[number])
 
 
-def _in_common(first: Sequence[T], second: Sequence[T], same: Callable[[T, T], bool]) -> int:
+def _in_common(first: Sequence[Any], second: Sequence[Any]) -> int:
     """Return how many items both begin with."""
     pairs = zip(first, second, strict=False)
-    return next((n for n, (one, other) in enumerate(pairs) if not same(one, other)), min(len(first), len(second)))
-
-
-def _same_call(first: Call, second: Call) -> bool:
-    one, other = ((call.key, call.finish, len(call.tokens)) for call in (first, second))
-    return one == other
+    return next((n for n, (one, other) in enumerate(pairs) if one != other), min(len(first), len(second)))
 
 
 @dataclass

@@ -57,13 +57,13 @@ class TransformersEngine(Engine):
         self._loop: asyncio.AbstractEventLoop
         self._asked = 0
         """Actions that the thread has to do before it samples on."""
+        self._paused = False
         self._waiting: deque[Request] = deque()
         # The fields below belong to the engine's thread.
         self._model: PreTrainedModel
         self._batch: ContinuousBatch
         self._weights: ModelWeights | PeftAdapter
         self._active: list[Request] = []
-        self._paused = False
         self._steps = 0
 
     def growth(self) -> int | None:
@@ -140,10 +140,12 @@ class TransformersEngine(Engine):
         return await self._ask(lambda: self._batch.score(token_ids).cpu().numpy())
 
     async def pause(self) -> None:
-        await self._ask(lambda: self._set_paused(True))
+        self._paused = True
+        await self._ask(lambda: None)
 
     async def resume(self) -> None:
-        await self._ask(lambda: self._set_paused(False))
+        self._paused = False
+        await self._ask(lambda: None)
 
     async def sleep(self) -> None:
         """See SleepingEngine; the model moves to main memory."""
@@ -248,9 +250,6 @@ class TransformersEngine(Engine):
         self.version = version
         if self._settings.recompute:
             self._batch.recompute()
-
-    def _set_paused(self, paused: bool) -> None:
-        self._paused = paused
 
     def _abort(self) -> None:
         requests, self._active = self._active, []
