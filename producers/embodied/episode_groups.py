@@ -18,10 +18,7 @@ from schemas.messages.fragments import TRUNCATED
 
 
 def play_group(collector: FragmentCollector, seed: int, steps: int, actor: Actor) -> list[Collected] | None:
-    """Play an episode in each environment from the same state, ``steps`` at a time; None if the actor ends.
-
-    An environment whose episode has ended plays others, which count nowhere, until all have ended.
-    """
+    """Play an episode in each environment from one state; None if the actor ends. What follows it counts nowhere."""
     parts = play_episodes(collector, seed, steps, actor)
     return None if parts is None else [_first_episode(parts, env) for env in range(collector.envs)]
 

@@ -82,10 +82,7 @@ class Perceptron:
         return cls(shape, layers, tensors.get("log_std"), pixels, moments)
 
     def outputs(self, observations: Floats) -> Floats:
-        """Return logits or means, float32 [N, A], of observations [N, O]; if squashed also log-deviations, [N, 2 A].
-
-        Pictures are bytes, or numbers up to 255.
-        """
+        """Return logits or means [N, A] of observations [N, O], pictures up to 255; if squashed also log-deviations."""
         values, act = self._look(observations), np.tanh if self._shape.activation == "tanh" else _relu
         for k, (weight, bias) in enumerate(self._layers):
             values = (act(values) if k else values) @ weight.T + bias

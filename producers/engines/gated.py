@@ -34,10 +34,7 @@ _ABORTS = 5
 
 
 class RequestGate:
-    """The gate before an engine: requests wait while a caller holds it closed. Use it in one event loop only.
-
-    holders: the callers that do. rejections: number of calls of ``reject_waiting``.
-    """
+    """The gate before an engine, in one event loop. holders: those who close it. rejections: of ``reject_waiting``."""
 
     def __init__(self) -> None:
         self.holders = self.rejections = 0
@@ -182,10 +179,7 @@ class GatedEngine(Engine, ABC, Generic[Core, Images]):
     async def _gather(
         self, sample: Callable[[int], Awaitable[Completion]], call: SampleCall[Images]
     ) -> list[Completion]:
-        """Run ``sample`` for each index and report each that ends; if one fails, the others are cancelled.
-
-        It is run again if an update ended its request before there was a token.
-        """
+        """Run ``sample`` for each index, again if an update ended it without a token, and report each; or cancel all."""
         rejections = self._gate.rejections
 
         async def run(index: int) -> Completion:

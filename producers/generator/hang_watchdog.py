@@ -107,10 +107,7 @@ def end_hung_process(reason: str) -> None:
 
 
 def end_process(code: int) -> NoReturn:
-    """End at once, with all threads and child processes of the engine.
-
-    The children are killed: they hold the device's memory, and may be too busy to notice that their parent has ended.
-    """
+    """End at once. Children are killed: they hold the device's memory, and may be too busy to notice the end."""
     for child in multiprocessing.active_children():
         child.kill()
     sys.stdout.flush()

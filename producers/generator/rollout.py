@@ -349,10 +349,7 @@ def longest(partials: Sequence[Partial]) -> list[Partial]:
 
 
 def with_earlier(partial: Partial, earlier: Partial | None) -> Partial:
-    """Return a restarted episode with those of its earlier calls that it has not repeated yet, and its earlier notes.
-
-    The calls stay until the episode has as many tokens as before.
-    """
+    """Return a restarted episode with earlier notes and, until it has as many tokens, the calls not repeated yet."""
     if earlier is None:
         return partial
     asked = {call.key for call in partial.calls}

@@ -68,10 +68,7 @@ async def _run_or_leave(generator: Generator, stop: StopFlag) -> None:
 
 
 class Generator:
-    """The parts of one generator around its engine, and the heartbeat that reports them.
-
-    engine_started: whether the engine finished loading, so that it was closed in order at the end.
-    """
+    """The parts of one generator around its engine, and its heartbeat. engine_started: the engine finished loading."""
 
     def __init__(self, config: TidemillConfig, name: str, broker: Broker, engine: Engine) -> None:
         self._config = config

@@ -31,10 +31,7 @@ WEIGHT = 0.2
 
 
 class ProbeJudge:
-    """Judges probes of one engine, and learns what correct weights differ by.
-
-    dtype: the engine's. tolerance: the user's limit of the mean difference in nats, which is then never another one.
-    """
+    """Judges an engine's probes, and learns what correct weights differ by. tolerance: the user's own limit in nats."""
 
     def __init__(self, dtype: str, tolerance: float | None = None) -> None:
         self._tolerance = tolerance

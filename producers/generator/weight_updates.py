@@ -142,10 +142,7 @@ class WeightUpdater:
         return stored.get(chosen, newest)
 
     async def wait_ready(self, version: int = 0) -> bool:
-        """Wait until a task that needs ``version`` or a newer one may begin; return False if the updates ended first.
-
-        The engine then has checked weights, and the generator is not draining for newer ones.
-        """
+        """Wait until a task that needs ``version`` or a newer one may begin; return False if the updates end first."""
         async with self._changed:
             await self._changed.wait_for(
                 lambda: self._closed or (self.weights.may_begin(version) and not self._draining)
@@ -171,10 +168,7 @@ class WeightUpdater:
                 self._changed.notify_all()
 
     async def wait_trusted(self, spans: Sequence[Span], length: int) -> int:
-        """Wait until the versions of all spans are decided or the updates end; return the trusted length of the sample.
-
-        Raises DataError for a version that was never in use here, since it would never be decided.
-        """
+        """Return a sample's trusted length, once its versions are decided or the updates end; see ``is_decided``."""
         if not self.weights.is_decided(spans):
             async with self._changed:
                 await self._changed.wait_for(lambda: self._closed or self.weights.is_decided(spans))
@@ -366,10 +360,7 @@ class WeightUpdater:
             log.warning("could not report a verdict on weights", version=manifest.version, error=str(error))
 
     async def _restore(self, old: Manifest) -> None:
-        """Load the previous version again; requests in flight are aborted, and resume from their trusted tokens.
-
-        Raises InfraError if that version is gone or fails its probe: then no sample may leave.
-        """
+        """Load the previous version again; aborted requests resume from trusted tokens. InfraError if it fails."""
         self.weights.restoring()
         await self._engine.abort_all()
         await self._load(old, await asyncio.to_thread(self._source, old))

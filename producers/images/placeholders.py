@@ -40,10 +40,7 @@ class ImagePlaceholders:
         return cls(token, settings)
 
     def expand(self, ids: Sequence[int], images: Sequence[Image]) -> tuple[list[int], list[PlacedImage]]:
-        """Ids with the tokens of each image in the place of its one, and where these are.
-
-        DataError unless there are as many places as images: a text may not hold the token's own text.
-        """
+        """Expand each image's token; return ids and where images are. DataError unless there are as many as places."""
         places = sum(token == self.token for token in ids)
         if places != len(images):
             raise DataError(f"the prompt has {len(images)} images, and the chat template gives it places for {places}")

@@ -12,10 +12,7 @@ from .connection import UserCodeError, describe
 
 
 def load(path: str, base: Path, search: list[str] | None = None) -> Any:
-    """Import ``file.py:name``, relative to ``base``, or ``package.module:name``; UserCodeError says what is missing.
-
-    search: Python's search path; None keeps the interpreter's own.
-    """
+    """Import ``file.py:name`` in ``base``, or ``package.module:name``; UserCodeError if it can't. search: for Python."""
     if search is not None:
         sys.path[:] = search
     if str(base) not in sys.path:

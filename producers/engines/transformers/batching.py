@@ -25,10 +25,7 @@ PREFILL = 16384
 
 @dataclass(frozen=True)
 class Draw:
-    """The sampling of one row. temperature 0 is greedy. generator: the row's own, or torch's global one.
-
-    seed: that of the generator, from which exact mode makes a number for each token.
-    """
+    """The sampling of a row; temperature 0 is greedy. generator: None for torch's own. seed: its seed, if exact."""
 
     temperature: float = 1.0
     top_p: float = 1.0

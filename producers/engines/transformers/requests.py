@@ -11,10 +11,7 @@ from producers.engines.transformers.batching import BatchRow
 
 @dataclass
 class Request:
-    """The samples of one call of ``generate``. The engine's thread reads ``done``; only the event loop sets it.
-
-    growing: the rows whose end has not been reported yet, by their index.
-    """
+    """The samples of a call of ``generate``. done: set by the event loop only. growing: rows without a reported end."""
 
     prompt: list[int]
     rows: list[BatchRow]

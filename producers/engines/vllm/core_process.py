@@ -36,10 +36,7 @@ log = structlog.get_logger()
 
 
 def prepare(vision: bool = False) -> bool:
-    """Import vLLM and fork the waiting process, on a CPU; returns False if vLLM will start the core itself.
-
-    Call it before the process has threads and connections. vision: whether the model reads images.
-    """
+    """Import vLLM and fork the waiting process, on a CPU; False if vLLM will start the core. vision: of the model."""
     if not is_cpu_build():
         return False
     with suppress(ImportError):

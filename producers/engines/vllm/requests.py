@@ -69,7 +69,7 @@ class VllmSample(GrowingSample):
     """A sample as the outputs of its request bring it."""
 
     def receive(self, output: CompletionOutput) -> None:
-        """Add the new tokens of an output; their versions are told later."""
+        """Add the new tokens of an output, whose versions come later."""
         from vllm.logprobs import FlatLogprobs
 
         self.tokens += output.token_ids
