@@ -132,8 +132,7 @@ class FragmentCollector:
     ) -> None:
         """Start and reset all of them. seed: of the first environment; the others have the numbers after it.
 
-        squashed: whether actions lie between -1 and 1, and are scaled to the bounds of the space. discount: of the
-        returns that a fragment carries on; None for none.
+        squashed: actions lie in [-1, 1] and are scaled to the space. discount: of the returns carried on; None: none.
         """
         self._spec, self.envs, self._squashed, self._discount = spec, envs, squashed, discount
         self._carried = np.zeros(envs, np.float32)

@@ -138,10 +138,9 @@ class GrowingSample:
 
 @dataclass(frozen=True)
 class KvCacheUsage:
-    """How full an engine's cache of keys and values is, in tokens.
+    """How full an engine's cache of keys and values is. tokens: capacity. used: by requests in flight, in whole blocks.
 
-    tokens: capacity. used: by requests in flight, in whole blocks. waiting: samples that have no token yet.
-    block: tokens in a block, the least that a sample uses.
+    waiting: samples that have no token yet. block: tokens in a block, the least that a sample uses.
     """
 
     tokens: int

@@ -83,9 +83,8 @@ class SampleCall(Generic[Images]):
 class GatedEngine(Engine, ABC, Generic[Core, Images]):
     """An engine whose core samples outside of this process; see Engine for the methods without an underscore.
 
-    A subclass sets ``_core`` and ``_failure`` in ``start``, keeps the tasks of requests in ``_requests``, and
-    implements what its core does differently. ``_loads`` counts updates and salts the prefix cache, so that no request
-    starts from keys and values of older weights.
+    A subclass sets ``_core`` and ``_failure`` in ``start``, and keeps the tasks of requests in ``_requests``. Updates
+    are counted in ``_loads``, which salts the prefix cache: none starts from keys and values of older weights.
     """
 
     name: ClassVar[str]
@@ -179,7 +178,7 @@ class GatedEngine(Engine, ABC, Generic[Core, Images]):
     async def _gather(
         self, sample: Callable[[int], Awaitable[Completion]], call: SampleCall[Images]
     ) -> list[Completion]:
-        """Run ``sample`` for each index, again if an update ended it without a token, and report each; or cancel all."""
+        """Run ``sample`` for each index, again if an update ended it without a token; report each, or cancel all."""
         rejections = self._gate.rejections
 
         async def run(index: int) -> Completion:

@@ -29,11 +29,10 @@ from schemas.messages import FinishReason, Sampling, WeightSource
 
 @dataclass(frozen=True)
 class SampleScript:
-    """The fields of ``generator.args`` for this engine.
+    """The fields of ``generator.args`` for this engine. tokens: ids are drawn from [first, first + tokens).
 
-    tokens: ids are drawn from [first, first + tokens). min_length, max_length: completions end
-    after so many tokens, drawn evenly, or at ``max_tokens`` (then finish is ``length``).
-    token_s: seconds between two tokens. fail_every: every Nth request raises InfraError; 0: none.
+    min_length, max_length: completions end after so many tokens, drawn evenly, or at ``max_tokens`` (then finish is
+    ``length``). token_s: seconds between two tokens. fail_every: every Nth request raises InfraError; 0: none.
     """
 
     tokens: int = 10

@@ -75,8 +75,7 @@ class Saved:
 def next_piece(saved: Saved | None, partial: Partial) -> tuple[int, Piece] | None:
     """Return number and content of the piece that brings the broker up to date; None if it is.
 
-    The piece continues the saved state. If a call or a note differs, it replaces the piece that holds the first such.
-    Tokens that do not continue the saved ones start again with piece 0.
+    It continues the saved state, or replaces the piece of the first other call or note, or all of other tokens.
     """
     if saved is None:
         return 0, piece_of(partial, 0)

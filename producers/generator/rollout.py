@@ -192,8 +192,7 @@ class Rollout:
     async def _prepare(self, sample: SampledCompletion, seconds: float) -> Trajectory | None:
         """Return the sample's message; None, and note it as unfinished, if it is not finished.
 
-        Waits until the probes of all weights that sampled it are decided. Raises DataError if it is returned without a
-        new token again and again, though no generator ended.
+        Waits until its weights are decided. DataError if it comes back without a new token though no generator ends.
         """
         context = self._context
         good = await context.updates.wait_trusted(sample.spans, len(sample.tokens))

@@ -104,8 +104,7 @@ class Generator:
     async def run(self, stop: StopFlag) -> None:
         """Load the engine, run the four loops until stop, return unfinished samples to the queue, close the engine.
 
-        A ConfigError after the start is an InfraError: the configuration was good enough to start, so a restart of this
-        generator may help, and must not end the run.
+        A ConfigError after the start is an InfraError: a restart of this generator may help, and must not end the run.
         """
         try:
             await self._run(stop)

@@ -10,12 +10,10 @@ from schemas.messages import Span
 
 
 class TrustedWeights:
-    """The weight versions of one engine, as its loads and probes go.
+    """The weight versions of one engine, as its loads and probes go. version: the one in use, -1 before the first.
 
     Each load is announced by ``loading``, then ended by ``passed`` or ``refused``; after a refusal the engine either
     keeps the version in use, or ``restoring`` announces that it loads that version again, up to its ``passed``.
-
-    version: the version in use, -1 before the first. refused_versions: versions that are never used again.
     """
 
     def __init__(self) -> None:

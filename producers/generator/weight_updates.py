@@ -153,8 +153,7 @@ class WeightUpdater:
     async def using(self, version: int, evaluating: bool) -> AsyncIterator[bool]:
         """Wait until a task may begin, and yield whether it may; the block is the task.
 
-        With ``generator.update: drain`` the weights stay during the block. New weights also wait for evaluations, so
-        that one version answers a whole evaluation.
+        With ``generator.update: drain`` weights stay during it. They also wait for evaluations, each of one version.
         """
         ready = await self.wait_ready(version)
         self._tasks += ready

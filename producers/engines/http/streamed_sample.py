@@ -14,10 +14,8 @@ UNREADABLE = (AttributeError, IndexError, KeyError, OverflowError, TypeError, Va
 
 @dataclass
 class StreamedSample(GrowingSample):
-    """The part of a sample that a server has sent.
-
-    version: of every token, until an update interrupts the sample. loads: number of updates before it. updated: an
-    update interrupted it, so only its end tells the version of each token.
+    """The part of a sample that a server has sent. version: of its tokens, until an update interrupts it (``updated``)
+    and only its end tells the version of each. loads: number of updates before it.
     """
 
     version: int

@@ -35,10 +35,9 @@ class Draw:
 
 
 def draw(logits: Tensor, rows: Sequence[Draw]) -> tuple[list[int], list[float]]:
-    """Sample one token for each row of logits float32 [B, V].
+    """Sample one token for each row of logits float32 [B, V]; returns ids [B] and natural log-probabilities [B].
 
-    Returns ids [B] and natural log-probabilities [B] of the distribution sampled from: after
-    temperature, top_k and top_p, renormalised. A greedy row's are those at temperature 1.
+    These are of the distribution after temperature, top_k and top_p, renormalised; a greedy row's at temperature 1.
     """
     scale = torch.tensor([row.temperature or 1.0 for row in rows], device=logits.device)
     logprobs = truncate(torch.log_softmax(logits / scale[:, None], dim=-1), rows)
