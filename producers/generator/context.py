@@ -1,7 +1,6 @@
 """The objects that the parts of one generator share."""
 
 import asyncio
-import functools
 
 import structlog
 
@@ -37,6 +36,7 @@ class GeneratorContext:
     ) -> None:
         """Load the configured tokenizer and workflow, and open the queues."""
         self.config, self.name, self.broker = config, name, broker
+        self.process = identify_process()
         self.engine, self.orders, self.updates = engine, orders, updates
         model, chosen = config.model, config.generator.workflow
         self.tokenizer = NoTokenizer() if model.kind == "mlp" else HfTokenizer(model.path, model.trust_remote_code)
@@ -49,10 +49,6 @@ class GeneratorContext:
     def is_drained(self) -> bool:
         """Whether this process must take no more tasks, because the trainer found a mismatch."""
         return self.orders.control.mismatch.get(self.name) == self.process
-
-    @functools.cached_property
-    def process(self) -> str:
-        return identify_process()
 
     def report(self, name: str, text: str) -> None:
         """Report an event to the broker in the background; log it if that fails. Call it in the event loop."""

@@ -72,7 +72,18 @@ class VllmDialect:
         except (Refused, KeyError, IndexError, TypeError) as error:
             raise ConfigError(f"generator.http.url {client.shown} is not a vLLM server: {error}") from error
         name = f"vLLM {version}"
-        await self._check_routes(client, name)
+        lacking, remedy = "routes that pause it and load weights", "VLLM_SERVER_DEV_MODE=1"
+        try:
+            await client.get("/weight_info")
+            lacking, remedy = _GENERATE, "--enable-scale-out"
+            # The request is invalid: only the status tells whether the route exists.
+            await client.post(_GENERATE, {"token_ids": []})
+        except Refused as error:
+            if lacking != _GENERATE or error.status in (403, 404):
+                raise ConfigError(
+                    f"{name} at {client.shown} has no {lacking}, so it can't be trained with: start it with {remedy};"
+                    " as it is, it serves tidemill eval (dialect openai) and judges"
+                ) from error
         length, backend = settings.max_length, f'\'{{"backend":"{BACKEND}"}}\''
         try:
             config = (await client.get("/server_info?config_format=json"))["vllm_config"]
@@ -88,20 +99,6 @@ class VllmDialect:
             if not right:
                 raise ConfigError(f"{name} at {client.shown} must be started with {option}")
         return name
-
-    async def _check_routes(self, client: ServerClient, name: str) -> None:
-        lacking, remedy = "routes that pause it and load weights", "VLLM_SERVER_DEV_MODE=1"
-        try:
-            await client.get("/weight_info")
-            lacking, remedy = _GENERATE, "--enable-scale-out"
-            # The request is invalid: only the status tells whether the route exists.
-            await client.post(_GENERATE, {"token_ids": []})
-        except Refused as error:
-            if lacking != _GENERATE or error.status in (403, 404):
-                raise ConfigError(
-                    f"{name} at {client.shown} has no {lacking}, so it can't be trained with: start it with {remedy};"
-                    " as it is, it serves tidemill eval (dialect openai) and judges"
-                ) from error
 
     def request(self, name: str, call: SampleCall[None], index: int, every: int, salt: str) -> Body:
         sampling = call.sampling
