@@ -129,9 +129,9 @@ class EnvironmentProcess:
         self.bounds = None if bounds is None else np.array(bounds, dtype=np.float32)
         self.picture = isinstance(seen, list)
         self.kind = np.dtype(np.uint8 if self.picture else "<f4")
-        self.seen: tuple[int, ...] | int = tuple(seen) if self.picture else seen
+        self.seen = tuple(seen) if self.picture else int(seen)
         self.observations: int = math.prod(seen) if self.picture else seen
-        self.actions: tuple[int, ...] | int = tuple(actions) if isinstance(actions, list) else actions
+        self.actions = tuple(actions) if isinstance(actions, list) else int(actions)
         parts = () if bounds is None else (actions,)
         self.acted: tuple[int, ...] = (len(actions),) if isinstance(actions, list) else parts
 

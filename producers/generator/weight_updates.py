@@ -385,7 +385,7 @@ class WeightUpdater:
         return problem and f"weights version {manifest.version} fails its probe: {problem}"
 
     async def _score(self, probe: Probe) -> npt.NDArray[np.float32]:
-        began, images = time.monotonic(), []
+        began, images = time.monotonic(), list[list[PromptImage]]()
         if probe.image is not None:
             if self._images is None:
                 raise InfraError(

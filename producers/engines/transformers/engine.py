@@ -126,7 +126,7 @@ class TransformersEngine(Engine):
         rows = [BatchRow(_draw(sampling, index), max_tokens, sampling.stop) for index in range(n)]
         request = Request([*prompt_ids, *prefix], rows, self._loop.create_future(), progress)
         self._waiting.append(request)
-        self._thread.submit(self._run, self._sample)
+        self._thread.submit(lambda: self._run(self._sample))
         return await request.done
 
     async def load(self, source: WeightSource, version: int) -> None:
@@ -168,11 +168,11 @@ class TransformersEngine(Engine):
         self._check()
         self._asked += 1
         try:
-            return await self._loop.run_in_executor(self._thread, self._run, action)
+            return await self._loop.run_in_executor(self._thread, lambda: self._run(action))
         finally:
             self._asked -= 1
             if self._failure is None:
-                self._thread.submit(self._run, self._sample)
+                self._thread.submit(lambda: self._run(self._sample))
 
     def _check(self) -> None:
         if self._failure is not None:
