@@ -31,7 +31,7 @@ def watch_generator(evidence: EvidenceWriter, folder: Path) -> None:
     """Write which sample each conversation is, and sample wrongly while a file says so."""
     from producers.engines import scripted
 
-    register, step = LiveEpisodes.register, scripted._Running.step
+    register, add = LiveEpisodes.register, scripted._Running.add
     flag, own, wrong = folder / WRONG, str(os.getpid()), False
 
     def registering(self: LiveEpisodes, seat: str, url: str) -> Any:
@@ -40,16 +40,16 @@ def watch_generator(evidence: EvidenceWriter, folder: Path) -> None:
         evidence.write("seat", id=found[0], t=int(task), s=int(sample))
         return found
 
-    def stepping(self: Any, *args: Any) -> None:
+    def adding(self: Any, *args: Any) -> None:
         nonlocal wrong
-        step(self, *args)
+        add(self, *args)
         if not wrong and flag.exists() and flag.read_text() == own:
             wrong = True
             evidence.write("wrong", process=identify_process())
         if wrong:
             self.logprobs[-1] -= OFF
 
-    for owner, method, new in ((LiveEpisodes, "register", registering), (scripted._Running, "step", stepping)):
+    for owner, method, new in ((LiveEpisodes, "register", registering), (scripted._Running, "add", adding)):
         setattr(owner, method, new)
 
 
