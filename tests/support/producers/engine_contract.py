@@ -56,7 +56,7 @@ class Subject:
         gate = getattr(self.engine, "_gate", None)  # without one, a load is done between two tokens
         async with asyncio.timeout(60):
             while self.engine.version == version:
-                if gate is not None and gate._closed:
+                if gate is not None and gate.holders:
                     return
                 await asyncio.sleep(0.001)
 

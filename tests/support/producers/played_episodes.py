@@ -64,7 +64,8 @@ class SpeakingEngine(ScriptedEngine):
         text = self._says(prompt)
         if text.startswith("..."):
             self.waiting.set()
-            await self._aborted.wait()
+            async with self._gate.held_closed():
+                await self._gate.wait_open()
             ids = self._tokenizer.encode(text.removeprefix("..."))[: self._cut]
             return [self._completion(ids, "abort")]
         ids = self._tokenizer.encode(text + END)[len(prefix) :]
