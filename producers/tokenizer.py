@@ -195,7 +195,8 @@ def _load(folder: Path, trust_remote_code: bool) -> PreTrainedTokenizerBase:
         # It imports PyTorch, which takes seconds.
         from transformers import AutoTokenizer
 
-        found = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
-        return cast("PreTrainedTokenizerBase", found)
+        return cast(
+            "PreTrainedTokenizerBase", AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        )
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"no usable tokenizer in {folder}: {first_line(error)}") from error

@@ -24,10 +24,7 @@ def play_group(collector: FragmentCollector, seed: int, steps: int, actor: Actor
 
 
 def play_episodes(collector: FragmentCollector, seed: int, steps: int, actor: Actor) -> list[Collected] | None:
-    """Play all environments from the same state, ``steps`` at a time, until each has ended an episode; None as above.
-
-    What a lost process breaks off is played again from its seed; EnvironmentLost if that happens again and again.
-    """
+    """Play all from one state until each has ended an episode; again from its seed after a loss, MOST_LOSSES times."""
     for _ in range(MOST_LOSSES):
         collector.reset(seed, same=True)
         parts: list[Collected] = []

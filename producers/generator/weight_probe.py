@@ -47,10 +47,7 @@ class ProbeJudge:
         return self._limit if self._usual is None else max(self._floor, ratio * self._usual)
 
     def calibrate(self, differences: npt.NDArray[np.float32]) -> None:
-        """Learn from weights that the engine read from the model's folder itself, before anything was loaded.
-
-        They are ignored if the trainer's version 0 is visibly something else, after a warm start for example.
-        """
+        """Learn from weights that the engine read itself, unless the trainer's version 0 is visibly something else."""
         if np.isfinite(differences).all() and (mean := float(differences.mean())) < DIFFERENT:
             self._usual = mean
 

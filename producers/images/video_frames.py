@@ -30,10 +30,7 @@ class VideoFrames:
         self._last: Any = None
 
     def frame(self, file: Path, seconds: float, where: str) -> bytes:
-        """Return the frame of this time as a PNG file.
-
-        DataError, which begins with ``where`` and names the file, if it can't be read or has no such frame.
-        """
+        """Return the frame of this time as a PNG file; DataError, which begins with ``where``, if there is none."""
         try:
             if file != self._file:
                 self._open(file)

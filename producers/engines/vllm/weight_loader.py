@@ -24,10 +24,7 @@ class FileInitInfo(WeightTransferInitInfo):
 
 @dataclass
 class FileUpdateInfo(WeightTransferUpdateInfo):
-    """An update. path: a safetensors file that every worker can read, or a model folder, with checkpoint names.
-
-    The folder of a model may hold several files, each with some of the tensors.
-    """
+    """An update. path: a file with checkpoint names, or a model folder with several, that every worker can read."""
 
     path: str
 
