@@ -1,8 +1,4 @@
-"""Where a run's control plane listens, and the token that it asks for. Loads no web server: commands and the
-supervisor read it.
-
-Loopback is no user's alone, so without a token of your own the control plane makes one, as Jupyter does.
-"""
+"""Where a run's control plane listens, and its token, made on loopback as Jupyter does. Loads no web server."""
 
 import json
 import os
@@ -38,11 +34,8 @@ def announce(folder: Path, url: str) -> None:
 
 
 def address_of(folder: Path) -> str | None:
-    """Return the URL of the run's control plane, with a slash at its end; None when none is written.
-
-    None also if the process that wrote it has ended on this machine: another user's program may have its port now, and
-    would be sent the token.
-    """
+    """Return the URL of the run's control plane, with a slash at its end; None if none is written or it has ended."""
+    # Of a process that has ended here: another user's program may have its port now, and would be sent the token.
     found = read_object(folder / ADDRESS)
     url, pid, place = found.get("url"), found.get("pid"), found.get("place")
     ended = place and place == find_place() and isinstance(pid, int) and find_start(pid) != found.get("started")
@@ -50,10 +43,7 @@ def address_of(folder: Path) -> str | None:
 
 
 def make_token(folder: Path) -> str:
-    """Return the token that a control plane on loopback asks for if users set none; it outlives restarts.
-
-    ConfigError if it can't be kept in the run's folder, from where the command line takes it.
-    """
+    """Return the token that a control plane on loopback asks for if users set none, kept in its folder. ConfigError."""
     token = own_token(folder)
     if token is None:
         token = secrets.token_urlsafe(MIN_TOKEN)
@@ -90,10 +80,7 @@ def withdraw(folder: Path, url: str) -> None:
 
 
 def read_token(file: Path | None, environment: Mapping[str, str], variable: str = TOKEN) -> str | None:
-    """Read the token from ``file`` or TIDEMILL_CONTROL_TOKEN(_FILE), None if unset; ConfigError: too short.
-
-    variable: another one than that, such as READ_TOKEN.
-    """
+    """Read the token of ``file``, the variable, or the file that it names by _FILE; None if unset. ConfigError."""
     source = file or (Path(environment[f"{variable}_FILE"]) if environment.get(f"{variable}_FILE") else None)
     if source is not None:
         try:
@@ -113,10 +100,7 @@ def read_token(file: Path | None, environment: Mapping[str, str], variable: str 
 
 
 def listen(host: str, port: int, token: str | None) -> socket.socket:
-    """Return a listening socket; ConfigError when the address can't be used, or is not safe without a token.
-
-    On loopback a port that is taken is replaced by a free one.
-    """
+    """Return a listening socket, on loopback at a free port if taken; ConfigError: unusable, or needs a token."""
     if token is None and not is_loopback(host):
         raise ConfigError(
             f"control.host {host} is reachable from other machines, so a token is needed: set {TOKEN},"
@@ -127,17 +111,11 @@ def listen(host: str, port: int, token: str | None) -> socket.socket:
     except OSError as error:
         if port and is_loopback(host):
             return _bind(host, 0)
-        raise ConfigError(f"the control plane cannot listen on {host}:{port}: {error.strerror}") from error
+        reason = str(error.strerror).partition(" (while attempting")[0]
+        raise ConfigError(f"the control plane cannot listen on {host}:{port}: {reason}") from error
 
 
 def _bind(host: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((host, port))
-        listener.listen(256)
-    except OSError:
-        listener.close()
-        raise
-    return listener
+    six = ":" in host
+    family, both = (socket.AF_INET6, socket.has_dualstack_ipv6()) if six else (socket.AF_INET, False)
+    return socket.create_server((host, port), family=family, backlog=256, dualstack_ipv6=both)

@@ -1,5 +1,6 @@
 """The control plane's application: routes, their OpenAPI document, and the pages at / and /docs."""
 
+import asyncio
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -36,15 +37,10 @@ OF_EVERY_ROUTE = (401, 403, 413, 429, 503)
 def make_app(
     context: Context, token: str | None = None, hosts: frozenset[str] = LOOPBACK_NAMES, read_token: str | None = None
 ) -> Any:
-    """Return the ASGI application. token: required of every request but probes and the page; None only on loopback.
-
-    read_token: a second one, which may read and order nothing.
-    """
+    """Return the application. token: of every request but probes and the page. read_token: one that orders nothing."""
 
     @asynccontextmanager
     async def life(app: FastAPI) -> AsyncIterator[None]:
-        import asyncio
-
         poller = context.poller
         poller.on_status, poller.on_metrics, poller.on_events = context.hub.bind(asyncio.get_running_loop())
         poller.start()

@@ -1,12 +1,10 @@
-"""The control service: listens, says where, and ends in order.
-
-It refuses to listen beyond this machine without a token. On loopback a port that is taken is replaced by a free one.
-"""
+"""The control service: listens, says where, and ends in order."""
 
 import contextlib
 import os
 import secrets
 import signal
+import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
@@ -46,10 +44,8 @@ from schemas.urls import is_loopback
 
 log = structlog.get_logger()
 
-
 ANSWER_S = 5.0
 """Most seconds that a request waits for the broker."""
-GRACE_S = 3
 
 
 def run_control(config: TidemillConfig, name: str) -> None:
@@ -59,26 +55,34 @@ def run_control(config: TidemillConfig, name: str) -> None:
     if token is None and is_loopback(config.control.host):
         token = make_token(config.folder)
     listener = listen(config.control.host, config.control.port, token)
-    host, port = listener.getsockname()[:2]
+    port = listener.getsockname()[1]
     if config.control.port not in (0, port):
         log.warning("the port is taken, a free one is used", port=config.control.port)
     broker = Broker.connect(config)
     broker.connection.deadline_s = min(broker.connection.deadline_s, ANSWER_S)
     hub = Hub()
-    deployments = Deployments.here(deployment_names(config))
-    watch = RunWatch(config, lambda text, level: tell_alert(broker, name, text, level))
+
+    def tell_alert(text: str, level: Literal["info", "warning", "error"]) -> None:
+        """Add an alert to the timeline, if the broker takes it: one of the alerts is that it does not."""
+        try:
+            broker.events.emit(Event(name="alert", service=name, level=level, text=text))
+        except (TidemillError, redis.RedisError) as error:
+            log.warning("an alert is not in the timeline", text=text, error=str(error))
+
+    watch = RunWatch(config, tell_alert)
     plan = PlannedRun.of(config)
-    context = Context(plan, name, broker, StatusPoller(broker, plan, deployments), hub, deployments)
+    poller = StatusPoller(broker, plan, Deployments.here(deployment_names(config)))
+    context = Context(plan, name, broker, poller, hub)
 
     def look(status: RunStatus) -> None:
         # A supervisor watches by itself.
         if not any(service.role == "supervisor" and service.live for service in status.services):
             watch.observe(status)
 
-    context.poller.on_look = look
+    poller.on_look = look
     hosts = LOOPBACK_NAMES | {config.control.host.lower()}
     server = _Server(server_settings(make_app(context, token, hosts, reading), config.control), hub)
-    url = f"http://{_printable(host)}:{port}/"
+    url = _url(listener)
     announce(config.folder, url)
     log.info("the control plane listens", url=url)
     try:
@@ -97,27 +101,15 @@ def deployment_names(config: TidemillConfig) -> dict[str, str]:
     return {**(own or {"generator": names["generator"]}), "reward": names["reward"]}
 
 
-def tell_alert(broker: Broker, service: str, text: str, level: Literal["info", "warning", "error"]) -> None:
-    """Add an alert to the timeline, if the broker takes it: one of the alerts is that it does not."""
-    try:
-        broker.events.emit(Event(name="alert", service=service, level=level, text=text))
-    except (TidemillError, redis.RedisError) as error:
-        log.warning("an alert is not in the timeline", text=text, error=str(error))
-
-
 def run_files(folder: Path, host: str, port: int, on_listen: Callable[[str], None]) -> None:
-    """Serve the page over the runs in ``folder``, without a broker, until the process is asked to end.
-
-    on_listen: called with the address, with the token unless users set one.
-    """
+    """Serve the page over runs in ``folder`` until the process is asked to end. on_listen: gets the address."""
     token = read_token(None, os.environ)
     reading = reading_token(token)
     own = secrets.token_urlsafe() if token is None and is_loopback(host) else None
     listener = listen(host, port, token or own)
-    address, bound = listener.getsockname()[:2]
     app = make_files_app(folder, token or own, LOOPBACK_NAMES | {host.lower()}, reading)
     server = _Server(server_settings(app, ControlConfig()), Hub())
-    on_listen(page_link(f"http://{_printable(address)}:{bound}/", own))
+    on_listen(page_link(_url(listener), own))
     try:
         server.run(sockets=[listener])
     finally:
@@ -147,7 +139,7 @@ def server_settings(app: Any, control: ControlConfig) -> uvicorn.Config:
         server_header=False,
         proxy_headers=bool(proxies) and not control.user_header,
         forwarded_allow_ips=proxies,
-        timeout_graceful_shutdown=GRACE_S,
+        timeout_graceful_shutdown=3,
         lifespan="on",
     )
 
@@ -171,5 +163,6 @@ class _Server(uvicorn.Server):
         super().handle_exit(sig, frame)
 
 
-def _printable(host: str) -> str:
-    return f"[{host}]" if ":" in host else host
+def _url(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}/" if ":" in host else f"http://{host}:{port}/"

@@ -1,6 +1,6 @@
 """The base of the control plane's answers, the words that they share, and its errors."""
 
-from typing import Literal
+from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -26,6 +26,12 @@ class Answer(BaseModel):
 
     # Built when first used: a command that needs one type does not wait for all others.
     model_config = ConfigDict(extra="forbid", defer_build=True, from_attributes=True)
+
+    @classmethod
+    def of(cls, *sources: object, **fields: Any) -> Self:
+        """Return the answer with these fields, and for all others the attributes of their names that sources have."""
+        known = {name: getattr(one, name) for one in sources for name in cls.model_fields if hasattr(one, name)}
+        return cls.model_validate({**known, **fields})
 
 
 class ListAnswer(Answer):

@@ -8,8 +8,8 @@ from schemas.control_api.base import Answer, Level, ListAnswer
 from schemas.control_api.status import EvaluationStatus
 
 
-class MetricsHistory(ListAnswer):
-    """Answer to GET /v1/metrics-history, and the data of the SSE event ``metrics``: columns, ready for charts."""
+class MetricColumns(ListAnswer):
+    """Metrics of steps as columns, ready for charts."""
 
     step: list[int] = Field(
         description="Numbers of steps, rising; a step that was trained again has the metrics of the last time."
@@ -17,8 +17,13 @@ class MetricsHistory(ListAnswer):
     series: dict[str, list[float | None]] = Field(
         description="Values by name of the series, each list as long as ``step``."
     )
-    staleness: list[dict[str, int]] = Field(description="Number of loss tokens by age, for each step.")
     names: list[str] = Field(description="Names of all series, including those that were not requested.")
+
+
+class MetricsHistory(MetricColumns):
+    """Answer to GET /v1/metrics-history, and the data of the SSE event ``metrics``: columns, ready for charts."""
+
+    staleness: list[dict[str, int]] = Field(description="Number of loss tokens by age, for each step.")
 
 
 class ThroughputHistory(Answer):

@@ -56,24 +56,22 @@ CONFIGURED = {
 """The setting of the configuration in whose place each of them is."""
 
 
-class PauseRequest(RequestBody):
-    """Body of POST /v1/pause. wait_s: longest wait for the pause, seconds; the answer says whether it is done."""
-
-    mode: Literal["freeze", "drain"] = "freeze"
-    wait_s: float = Field(0.0, ge=0, le=300)
-
-
 class WaitRequest(RequestBody):
     """Body of POST /v1/resume, drain and checkpoint. wait_s: longest wait for the order, seconds."""
 
     wait_s: float = Field(0.0, ge=0, le=300)
 
 
-class EvaluationRequest(RequestBody):
+class PauseRequest(WaitRequest):
+    """Body of POST /v1/pause. wait_s: longest wait for the pause, seconds; the answer says whether it is done."""
+
+    mode: Literal["freeze", "drain"] = "freeze"
+
+
+class EvaluationRequest(WaitRequest):
     """Body of POST /v1/evaluations. version: the current one or a later one; the current one by default."""
 
     version: int | None = Field(None, ge=0, le=2**53)
-    wait_s: float = Field(0.0, ge=0, le=300)
 
 
 def scaled_role(role: str, pool: str = "") -> str:

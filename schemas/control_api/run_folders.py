@@ -1,13 +1,12 @@
-"""Answers about runs from the files in their folders, for the control plane and ``tidemill ui``.
-
-Times are Unix seconds. A field that a folder does not contain is null.
-"""
+"""Answers about runs from the files in their folders; times are Unix seconds, and what a folder lacks is null."""
 
 from typing import Any, Literal
 
 from pydantic import Field
 
 from schemas.control_api.base import Answer, ListAnswer
+from schemas.control_api.history import MetricColumns
+from schemas.control_api.status import EvaluationCounts
 from schemas.control_api.trajectories import TraceMoment
 
 
@@ -68,12 +67,9 @@ class RunSettings(Answer):
     )
 
 
-class RunMetrics(ListAnswer):
+class RunMetrics(MetricColumns):
     """Answer to GET /v1/runs/{run}/metrics: columns."""
 
-    step: list[int]
-    series: dict[str, list[float | None]] = Field(description="Values by name, each list as long as ``step``.")
-    names: list[str] = Field(description="Names of all series, also of those that were not requested.")
     about: dict[str, str] = Field(description="Descriptions of the series by name, if known.")
 
 
@@ -137,20 +133,10 @@ class GroupDetail(GroupHead):
     samples: list[GroupSample]
 
 
-class RunEvaluation(Answer):
+class RunEvaluation(EvaluationCounts):
     """An evaluation on held-out prompts."""
 
-    version: int
-    n: int
-    scored: int
-    failed: int
-    off_version: int
-    mean: float | None
-    accuracy: float | None = Field(
-        description="Share of correct samples; null if the configuration does not say which are correct."
-    )
     length: float | None
-    time: float | None
     wall_s: float | None
     datasets: dict[str, Any] = Field(description="The same by dataset.")
     prompts: bool = Field(description="Whether its prompts and samples are kept.")

@@ -143,14 +143,13 @@ class LedgerStatus(Answer):
     )
 
 
-class EvaluationStatus(Answer):
-    """An evaluation on held-out prompts. mean: mean reward of the scored samples."""
+class EvaluationCounts(Answer):
+    """Counts of an evaluation on held-out prompts. mean: mean reward of the scored samples."""
 
     version: int
     n: int
     scored: int
     failed: int
-    complete: bool
     mean: float | None
     accuracy: float | None = Field(
         None, description="Share of correct samples; null if the configuration does not say which are correct."
@@ -159,6 +158,12 @@ class EvaluationStatus(Answer):
         description="Samples with tokens of another version, because no generator still had this one."
     )
     time: float | None
+
+
+class EvaluationStatus(EvaluationCounts):
+    """An evaluation on held-out prompts. mean: mean reward of the scored samples."""
+
+    complete: bool
 
 
 class Scaling(Answer):

@@ -1,7 +1,4 @@
-"""Alerts of a run: rules over its status, as a state machine that gets the time as an argument.
-
-The conditions are those of deploy/observability/alerts.yaml, for users without Prometheus.
-"""
+"""Alerts of a run: a state machine of its status and the time, with the rules of deploy/observability/alerts.yaml."""
 
 from collections import deque
 from collections.abc import Iterator, Mapping
@@ -40,15 +37,6 @@ class Alert:
     text: str
 
 
-@dataclass(frozen=True)
-class AlertChange:
-    """An alert that has fired, or is over. time: Unix seconds."""
-
-    alert: Alert
-    fired: bool
-    time: float
-
-
 class AlertRules:
     """Feed it every status; it answers which alerts have changed. ``active``: those that have fired, by name."""
 
@@ -60,19 +48,19 @@ class AlertRules:
         self._counts: deque[tuple[float, int, float, float]] = deque()
         self.active: dict[str, Alert] = dict(active or {})
 
-    def observe(self, status: RunStatus, now: float) -> list[AlertChange]:
-        """Return the alerts that fire or end with this status. now: Unix seconds."""
+    def observe(self, status: RunStatus, now: float) -> list[tuple[Alert, bool]]:
+        """Return the alerts that fire or end with this status, and whether each fires. now: Unix seconds."""
         holding = {alert.name: alert for alert in self._conditions(status, now)}
         changes = []
         for name, alert in holding.items():
             since = self._since.setdefault(name, now)
             if name not in self.active and now - since >= HOLD_S.get(name, 0.0):
                 self.active[name] = alert
-                changes.append(AlertChange(alert, True, now))
+                changes.append((alert, True))
         for name in [name for name in self._since if name not in holding]:
             del self._since[name]
         for name in [name for name in self.active if name not in holding]:
-            changes.append(AlertChange(self.active.pop(name), False, now))
+            changes.append((self.active.pop(name), False))
         return changes
 
     def _conditions(self, status: RunStatus, now: float) -> Iterator[Alert]:
@@ -88,14 +76,11 @@ class AlertRules:
         yield from self._progress(status, now)
         if status.state in WORKING:
             live = {service.role for service in status.services if service.live}
-            missing = [role for role in ROLES if role not in live]
-            if missing:
+            if missing := [role for role in ROLES if role not in live]:
                 yield Alert("service_missing", "error", f"no {' and no '.join(missing)} is alive")
         if status.state == "running":
-            old = [
-                s.name for s in status.streams if s.name in ("tasks", "trajectories") and (s.oldest_s or 0) > OLD_WORK_S
-            ]
-            if old:
+            work = [stream for stream in status.streams if stream.name in ("tasks", "trajectories")]
+            if old := [stream.name for stream in work if (stream.oldest_s or 0) > OLD_WORK_S]:
                 text = f"an entry of {' and '.join(old)} has been waiting for more than {OLD_WORK_S / 60:.0f} minutes"
                 yield Alert("old_work", "warning", text)
         if drained := [service.name for service in status.services if service.live and service.state == DRAINED]:
@@ -127,8 +112,7 @@ class AlertRules:
         if (new := status.dead_letters - letters) > MOST_LETTERS:
             yield Alert("dead_letters", "warning", f"{new} messages could not be processed {minutes}")
         if (gone := expired - leases) > MOST_LEASES:
-            yield Alert(
-                "leases_expire", "warning", f"workers fell silent in the middle of their work {minutes}: {gone:.0f}"
-            )
+            text = f"workers fell silent in the middle of their work {minutes}: {gone:.0f}"
+            yield Alert("leases_expire", "warning", text)
         if fenced > replaced:
             yield Alert("trainer_replaced", "warning", "two trainers were alive at once; the older one was refused")

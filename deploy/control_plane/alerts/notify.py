@@ -1,16 +1,13 @@
-"""Notices that a run has finished, failed or stalled, by an HTTP request or a command.
-
-They are delivered in threads, so the caller never waits. A failed delivery is logged and added to the timeline.
-"""
+"""Notices of a run by HTTP or a command, delivered in threads; a failure is logged and added to the timeline."""
 
 import json
 import subprocess
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping
 from http.client import HTTPException
 from pathlib import Path
+from typing import Any
 from urllib.request import Request, urlopen
 
 import structlog
@@ -25,21 +22,6 @@ RETRY_S = 1.0
 log = structlog.get_logger()
 
 
-@dataclass(frozen=True)
-class Notice:
-    """The content of a notice. text: a sentence with all of it, which chat systems show. time: Unix seconds."""
-
-    run: str
-    event: Occasion
-    text: str
-    step: int
-    steps: int
-    reward: float | None
-    heldout_reward: float | None
-    accuracy: float | None
-    time: float
-
-
 class Notifier:
     """Delivers notices of the occasions that ``notify.events`` names."""
 
@@ -50,16 +32,16 @@ class Notifier:
         self._settings, self._base, self._on_failure = settings, base, on_failure
         self._threads: list[threading.Thread] = []
 
-    def tell(self, notice: Notice) -> None:
-        """Deliver a notice, soon."""
-        if notice.event not in self._settings.events:
+    def tell(self, event: Occasion, notice: Mapping[str, Any]) -> None:
+        """Deliver a notice of an event, soon."""
+        if event not in self._settings.events:
             return
-        body = json.dumps(asdict(notice)).encode()
-        ways = [*([self._post] if self._settings.webhook else []), *([self._run] if self._settings.command else [])]
-        for way in ways:
-            thread = threading.Thread(target=self._deliver, args=(way, body), name="notify", daemon=True)
-            self._threads.append(thread)
-            thread.start()
+        body = json.dumps(notice).encode()
+        for setting, way in ((self._settings.webhook, self._post), (self._settings.command, self._run)):
+            if setting:
+                thread = threading.Thread(target=self._deliver, args=(way, body), name="notify", daemon=True)
+                self._threads.append(thread)
+                thread.start()
 
     def wait(self, seconds: float = SEND_S) -> None:
         """Wait until everything is delivered, at most so long."""
@@ -68,7 +50,6 @@ class Notifier:
             thread.join(max(0.0, deadline - time.monotonic()))
 
     def _deliver(self, way: Callable[[bytes], str | None], body: bytes) -> None:
-        problem = None
         for attempt in range(TRIES):
             time.sleep(RETRY_S * attempt)
             problem = way(body)

@@ -1,7 +1,6 @@
 """Records of a run in its folder: use of machines, queue lengths and alerts.
 
-The supervisor watches what it has started; a control plane that sees no supervisor watches itself. A folder that cannot
-be written is logged once and does not disturb the run.
+The supervisor watches, or a control plane that sees none. A folder that cannot be written is logged, once.
 """
 
 import contextlib
@@ -13,8 +12,8 @@ from typing import Any, Literal
 
 import structlog
 
-from deploy.control_plane.alerts.alerts import STUCK, Alert, AlertChange, AlertRules
-from deploy.control_plane.alerts.notify import Notice, Notifier
+from deploy.control_plane.alerts.alerts import STUCK, Alert, AlertRules
+from deploy.control_plane.alerts.notify import Notifier
 from deploy.control_plane.files.resources import read_alerts
 from schemas.config import TidemillConfig
 from schemas.config.deploy import Occasion
@@ -36,8 +35,7 @@ Tell = Callable[[str, Literal["info", "warning", "error"]], None]
 class RunWatch:
     """Watches the statuses that one thread passes to it.
 
-    tell: adds a line to the timeline. ends: whether it tells that the run has ended from its status; the supervisor
-    knows that better, and says so with ``ended``.
+    tell: adds a line to the timeline. ends: it sees by itself how the run has ended, which a supervisor knows better.
     """
 
     def __init__(self, config: TidemillConfig, tell: Tell, ends: bool = True) -> None:
@@ -55,15 +53,16 @@ class RunWatch:
     def observe(self, status: RunStatus) -> None:
         """Look at a status; returns soon."""
         now = time.time()
-        for change in self._rules.observe(status, now):
-            self._note(change)
-            if change.fired:
-                occasion: Occasion = "stuck" if change.alert.name == STUCK else "alert"
-                self._send(occasion, f"{change.alert.text}", status)
+        for alert, fired in self._rules.observe(status, now):
+            line = {"time": now, "name": alert.name, "fired": fired, "level": alert.level}
+            self._append(ALERTS, {**line, "text": alert.text})
+            if fired:
+                self._tell(f"alert {alert.name}: {alert.text}", alert.level)
+                self._send("stuck" if alert.name == STUCK else "alert", alert.text, status)
+            else:
+                self._tell(f"alert {alert.name} is over", "info")
         if self._ends and status.state in ENDS and self._state not in ("", *ENDS):
-            for end in ENDS:
-                if status.state == end:
-                    self.ended(end, status.cause, status)
+            self.ended(status.state, status.cause, status)
         if status.state != "unreachable":
             self._state, self._last = status.state, status
             if time.monotonic() >= self._due:
@@ -79,30 +78,22 @@ class RunWatch:
         """Wait a moment for what is under way."""
         self._notifier.wait()
 
-    def _note(self, change: AlertChange) -> None:
-        alert = change.alert
-        line = {"time": change.time, "name": alert.name, "fired": change.fired, "level": alert.level}
-        self._append(ALERTS, {**line, "text": alert.text})
-        if change.fired:
-            self._tell(f"alert {alert.name}: {alert.text}", alert.level)
-        else:
-            self._tell(f"alert {alert.name} is over", "info")
-
     def _send(self, event: Occasion, text: str, status: RunStatus | None) -> None:
+        """Notify users. Chat systems show the text alone, so all is in it."""
         where = "" if status is None else f" at step {status.step} of {status.steps}"
-        self._notifier.tell(
-            Notice(
-                run=self._run,
-                event=event,
-                text=f"Tidemill run {self._run}{where}: {text}",
-                step=status.step if status else 0,
-                steps=status.steps if status else 0,
-                reward=status.reward if status else None,
-                heldout_reward=status.evaluation.mean if status and status.evaluation else None,
-                accuracy=status.evaluation.accuracy if status and status.evaluation else None,
-                time=time.time(),
-            )
-        )
+        held_out = status.evaluation if status else None
+        notice = {
+            "run": self._run,
+            "event": event,
+            "text": f"Tidemill run {self._run}{where}: {text}",
+            "step": status.step if status else 0,
+            "steps": status.steps if status else 0,
+            "reward": status.reward if status else None,
+            "heldout_reward": held_out.mean if held_out else None,
+            "accuracy": held_out.accuracy if held_out else None,
+            "time": time.time(),
+        }
+        self._notifier.tell(event, notice)
 
     def _thin(self) -> None:
         """Of the resources, if their file is beyond its bound, keep every second line of the older half."""
@@ -125,14 +116,12 @@ class RunWatch:
 
 def resource_line(status: RunStatus, now: float) -> dict[str, Any]:
     """Resources of the services and lengths of the queues, as one line of the file."""
-    services = {
-        service.name: {name: round(service.figures[name], 3) for name in USED if name in service.figures}
-        for service in status.services
-        if service.live
-    }
+    services = {}
+    for service in status.services:
+        used = {name: round(service.figures[name], 3) for name in USED if name in service.figures}
+        if service.live and used:
+            services[service.name] = used
     # What the trainer has taken stays there until a checkpoint covers it: that is no queue.
-    queues = {
-        stream.name: stream.waiting + (0 if stream.name == "scored" else stream.pending) for stream in status.streams
-    }
-    line: dict[str, Any] = {"time": round(now, 1), "services": {name: used for name, used in services.items() if used}}
-    return {**line, "queues": queues, "slots": status.ledger.active, "broker_bytes": status.memory_bytes}
+    queues = {one.name: one.waiting + (0 if one.name == "scored" else one.pending) for one in status.streams}
+    line = {"time": round(now, 1), "services": services, "queues": queues, "slots": status.ledger.active}
+    return {**line, "broker_bytes": status.memory_bytes}

@@ -3,20 +3,19 @@
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from deploy.control_plane.files.run_folder import RunFolder
 from deploy.control_plane.web.paging import Page, cut
 from deploy.control_plane.web.refusal import Refusal
-from schemas.control_api.run_folders import RunHead, Runs
+from schemas.control_api.run_folders import Runs
 
 OPEN = 32
 """Runs whose metrics are kept in memory."""
 
 
 class Archive:
-    """Runs by name. Requests of several threads take turns: files that grow are read once."""
+    """Runs by name, for requests of several threads."""
 
     def __init__(self, parent: Path | None = None, watched: RunFolder | None = None) -> None:
         """parent: the folder of runs' folders, or a run's. watched: the run whose broker this server reads."""
@@ -32,9 +31,8 @@ class Archive:
         shown, following = cut(heads, lambda head: (0, head.name), page)
         return Runs(runs=shown, live=self._watched.name if self._watched else None, next=following)
 
-    @contextmanager
-    def open(self, name: str) -> Iterator[RunFolder]:
-        """The folder of a run, for one thread at a time; Refusal when there is no such run."""
+    def find(self, name: str) -> RunFolder:
+        """Return the folder of a run; Refusal when there is no such run."""
         with self._lock:
             found = self._open.get(name) or next((one for one in self._folders() if one.name == name), None)
             if found is None:
@@ -43,28 +41,15 @@ class Archive:
             self._open.move_to_end(name)
             while len(self._open) > OPEN:
                 self._open.popitem(last=False)
-            yield found
-
-    def head(self, name: str) -> RunHead:
-        """Return where a run stands; Refusal when there is no such run."""
-        with self.open(name) as folder:
-            head = folder.head()
-        if head is None:
-            raise Refusal(404, f"run {name!r} has left nothing in {folder.path} yet")
-        return head
+            return found
 
     def _folders(self) -> Iterator[RunFolder]:
         if self._watched is not None:
             yield self._watched
         if self._parent is None:
             return
-        if RunFolder(self._parent).head() is not None:
-            yield self._kept(self._parent)
-            return
-        for path in sorted(self._parent.glob("*")) if self._parent.is_dir() else ():
+        is_run = RunFolder(self._parent).head() is not None
+        for path in [self._parent] if is_run else sorted(self._parent.glob("*")):
             if path.is_dir():
-                yield self._kept(path)
-
-    def _kept(self, path: Path) -> RunFolder:
-        known = self._open.get(path.name)
-        return known if known is not None and known.path == path else RunFolder(path)
+                known = self._open.get(path.name)
+                yield known if known is not None and known.path == path else RunFolder(path)

@@ -5,12 +5,13 @@ from typing import Any, Literal
 
 from pydantic import ValidationError
 
-from deploy.control_plane.files.groups import LAST
+from deploy.control_plane.files.groups import LAST, has_text
 from deploy.control_plane.web.paging import Page, Place, cut
 from schemas.control_api.run_folders import EvaluationPrompt, EvaluationPrompts, GroupSample, RunEvaluation
 from schemas.run_folder import EVALUATIONS, SAMPLES, read_lines
 
-_KNOWN = ("n", "scored", "failed", "off_version", "mean", "accuracy", "length", "time", "wall_s")
+_COUNTS = ("n", "scored", "failed", "off_version")
+_FIGURES = ("mean", "accuracy", "length", "time", "wall_s")
 PromptSort = Literal["worst", "best", "index", "longest"]
 
 
@@ -23,9 +24,7 @@ def read_evaluations(folder: Path) -> list[RunEvaluation]:
     """Return the complete evaluations of a run, by version; of a version the first line counts."""
     found: dict[int, RunEvaluation] = {}
     for line in read_lines(folder / EVALUATIONS):
-        known: dict[str, Any] = {name: line.get(name) for name in _KNOWN}
-        for name in ("n", "scored", "failed", "off_version"):
-            known[name] = known[name] or 0
+        known = {name: line.get(name) or 0 for name in _COUNTS} | {name: line.get(name) for name in _FIGURES}
         try:
             version = int(line["version"])
             kept = samples_file(folder, version).is_file()
@@ -43,16 +42,10 @@ def read_prompts(
     file = samples_file(folder, version)
     if not file.is_file():
         return None
-    prompts = [one for line in read_lines(file) if (one := _prompt(line)) is not None]
-    if text:
-        wanted = text.lower()
-        prompts = [one for one in prompts if any(wanted in part.lower() for part in _texts(one))]
+    read = [(one, line) for line in read_lines(file) if (one := _prompt(line)) is not None]
+    prompts = [one for one, line in read if not text or has_text(line, text)]
     shown, following = cut(prompts, lambda one: _place(one, sort), page)
     return EvaluationPrompts(version=version, prompts=shown, total=len(prompts), next=following)
-
-
-def _texts(one: EvaluationPrompt) -> list[str]:
-    return [one.prompt, *(sample.completion for sample in one.samples)]
 
 
 def _place(one: EvaluationPrompt, sort: PromptSort) -> Place:

@@ -8,7 +8,8 @@ import statistics
 import sys
 from array import array
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -16,7 +17,7 @@ from typing import Any, Literal
 from pydantic import ValidationError
 
 from deploy.control_plane.files.lines import GrowingFile
-from deploy.control_plane.web.paging import MOST, Page, Place, cut
+from deploy.control_plane.web.paging import MOST, Page, Place, cut, is_between
 from schemas.control_api.run_folders import GroupDetail, GroupHead, Groups, GroupSample, Histogram
 from schemas.run_folder import SAMPLES, parse_line
 
@@ -61,13 +62,9 @@ class Wanted:
 
     def fits(self, head: GroupHead) -> bool:
         """Return whether a group fits, its texts aside."""
-        if self.mean_from is not None and (head.mean is None or head.mean < self.mean_from):
-            return False
-        if self.mean_to is not None and (head.mean is None or head.mean > self.mean_to):
-            return False
         return (
-            (self.step_from is None or head.step >= self.step_from)
-            and (self.step_to is None or head.step <= self.step_to)
+            is_between(self.step_from, head.step, self.step_to)
+            and is_between(self.mean_from, head.mean, self.mean_to)
             and self.task_id in (None, head.task_id)
         )
 
@@ -96,12 +93,11 @@ class GroupFiles:
         """Return a group with its samples; None if it is not kept, or not any more."""
         self._follow()
         kept = self._kept.get((step, task_id))
-        line = parse_line(self._line(kept)) if kept else None
-        if kept is None or line is None:
+        if kept is None or (line := parse_line(self._line(kept))) is None:
             return None
         try:
-            return GroupDetail(
-                **kept.head.model_dump(),
+            return GroupDetail.of(
+                kept.head,
                 full_prompt=str(line.get("prompt", "")),
                 data=line.get("data", {}),
                 samples=[GroupSample.model_validate(sample) for sample in line["samples"]],
@@ -118,8 +114,8 @@ class GroupFiles:
             for begin, line in self._files.setdefault(name, GrowingFile(file)).read():
                 if begin < 0:
                     self._forget(name)
-                elif (read := _read(line)) is not None:
-                    self._kept[read[0].step, read[0].task_id] = Kept(read[0], name, begin, read[1])
+                elif (kept := _read(line, name, begin)) is not None:
+                    self._kept[kept.head.step, kept.head.task_id] = kept
                     if len(self._kept) > MOST_GROUPS * 5 // 4:
                         self._kept = dict(sorted(self._kept.items())[-MOST_GROUPS:])
 
@@ -127,29 +123,27 @@ class GroupFiles:
         self._kept = {key: kept for key, kept in self._kept.items() if kept.file != name}
 
     def _line(self, kept: Kept) -> bytes:
-        try:
-            with (self._folder / kept.file).open("rb") as stream:
-                stream.seek(kept.place)
-                return stream.readline()
-        except OSError:
-            return b""
+        with suppress(OSError), (self._folder / kept.file).open("rb") as stream:
+            stream.seek(kept.place)
+            return stream.readline()
+        return b""
 
     def _has_text(self, kept: Kept, text: str) -> bool:
         line = self._line(kept)
         # As JSON writes it: most lines are left out without being parsed. Other letters stand there by number.
         if text.isascii() and json.dumps(text)[1:-1].lower().encode() not in line.lower():
             return False
-        found = parse_line(line) or {}
-        return any(text.lower() in part.lower() for part in _texts(found))
+        return has_text(parse_line(line) or {}, text)
 
 
 def _place(head: GroupHead, sort: Sort) -> Place:
     return _ORDER[sort](head), f"{MOST - head.step:016d}:{head.task_id:016d}"
 
 
-def _texts(line: Mapping[str, Any]) -> Iterator[str]:
-    yield str(line.get("prompt", ""))
-    yield from (str(sample.get("completion", "")) for sample in line.get("samples", []))
+def has_text(line: Mapping[str, Any], text: str) -> bool:
+    """Return whether a text is in the prompt or a completion of a line, whatever its case."""
+    texts = [line.get("prompt", ""), *(sample.get("completion", "") for sample in line.get("samples", []))]
+    return any(text.lower() in str(part).lower() for part in texts)
 
 
 def _histograms(found: Sequence[Kept]) -> list[Histogram]:
@@ -175,8 +169,8 @@ def _histogram(name: str, values: Sequence[float]) -> Histogram:
     return Histogram(name=name, low=low, high=high, counts=counts)
 
 
-def _read(raw: bytes) -> tuple[GroupHead, dict[str, array[float]]] | None:
-    """Return the head of a group's line, and the rewards of its samples with their terms; None for another line."""
+def _read(raw: bytes, file: str, place: int) -> Kept | None:
+    """Return the group of a line; None if it is no group's."""
     line = parse_line(raw)
     if line is None:
         return None
@@ -203,4 +197,4 @@ def _read(raw: bytes) -> tuple[GroupHead, dict[str, array[float]]] | None:
         for name, value in sample.terms.items():
             if math.isfinite(value):
                 values.setdefault(name, array("d")).append(value)
-    return head, values
+    return Kept(head, file, place, values)

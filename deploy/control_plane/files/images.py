@@ -1,7 +1,4 @@
-"""Images that the policy was shown: those in a run's folder, and how they are served.
-
-They come from agents, tools and environments, so they are served as PNG files only, and rejected if they are not.
-"""
+"""Images that the policy was shown. Agents and environments made them, so only what is a PNG file is served."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -22,20 +19,14 @@ ANSWER: dict[int | str, dict[str, Any]] = {200: {"content": {KIND: {"schema": {"
 Digest = Annotated[str, InPath(pattern=f"^{DIGEST}$", description="Of the image, from a trajectory or a group.")]
 
 
-def kept_image(folder: Path, digest: str) -> bytes | None:
-    """Return the image that a trainer has kept in its run's folder; None if it was never kept, or is deleted."""
+def image_answer(digest: str, folder: Path, stored: bytes | None = None) -> Response:
+    """Return the response with an image that is stored, or kept in the run's folder; Refusal if it is no image."""
     try:
-        return (folder / FOLDER / f"{digest}.png").read_bytes()
-    except OSError:
-        return None
-
-
-def image_answer(digest: str, body: bytes | None) -> Response:
-    """Return the response with an image. Refusal if there is no image, or the bytes are not an image."""
-    if body is None:
-        raise Refusal(404, f"the image {digest} is not in the pipeline, and not among those that are kept")
-    try:
+        body = stored or (folder / FOLDER / f"{digest}.png").read_bytes()
         image_size(body)
+    except OSError as error:
+        text = f"the image {digest} is not in the pipeline, and not among those that are kept"
+        raise Refusal(404, text) from error
     except DataError as error:
         raise Refusal(404, f"{digest}: {error}") from error
     return Response(body, media_type=KIND)

@@ -2,6 +2,7 @@
 
 import os
 import stat
+from contextlib import suppress
 from pathlib import Path
 
 from schemas.control_api.run_folders import LogHead, LogPart
@@ -15,14 +16,11 @@ def list_logs(folder: Path) -> list[LogHead]:
     """Return the logs of a run, by name."""
     heads = []
     for file in sorted((folder / LOGS).glob("*.log")):
-        try:
+        with suppress(OSError):
             known = file.lstat()
-        except OSError:
-            continue
-        if not stat.S_ISREG(known.st_mode):
             # A process that writes the folder could plant a link to a file that only this process can read.
-            continue
-        heads.append(LogHead(service=file.stem, bytes=known.st_size, updated=known.st_mtime))
+            if stat.S_ISREG(known.st_mode):
+                heads.append(LogHead(service=file.stem, bytes=known.st_size, updated=known.st_mtime))
     return heads
 
 

@@ -12,11 +12,7 @@ MOST_BYTES = 8 * 2**20
 
 
 class ResourceFile:
-    """Columns of what was written so far, read on as the file grows.
-
-    Kept within ``MOST_BYTES``: if there are more, every second of the older half is forgotten, so that a run of weeks
-    has a point every few minutes, and its last hours all of theirs.
-    """
+    """Columns of what was written so far; of more than MOST_BYTES, every second of the older half is forgotten."""
 
     def __init__(self, folder: Path) -> None:
         self._file = GrowingFile(folder / RESOURCES)
@@ -67,13 +63,9 @@ def read_alerts(folder: Path) -> list[AlertRecord]:
             continue
         if line.get("fired"):
             level = "error" if line.get("level") == "error" else "warning"
-            record = AlertRecord(name=name, level=level, text=str(line.get("text", "")), fired=time, over=None)
-            found.append(record)
-            continue
-        for record in reversed(found):
-            if record.name == name and record.over is None:
-                record.over = time
-                break
+            found.append(AlertRecord(name=name, level=level, text=str(line.get("text", "")), fired=time, over=None))
+        elif lasting := [record for record in found if record.name == name and record.over is None]:
+            lasting[-1].over = time
     return found[::-1]
 
 

@@ -2,8 +2,10 @@
 
 import re
 import socket
+import threading
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -46,11 +48,12 @@ _HOLDER = re.compile(r"process (\d+) on (\S+)")
 
 
 class RunFolder:
-    """A run's folder; metrics and groups that were read are kept. Used by one thread at a time."""
+    """A run's folder, with what was read of it. lock: for threads that read its metrics, groups and resources."""
 
     def __init__(self, path: Path, name: str | None = None) -> None:
         """name: that of the folder by default."""
         self.path = path
+        self.lock = threading.Lock()
         self.name = name or path.name
         self.groups = GroupFiles(path)
         self.resources = ResourceFile(path)
@@ -72,8 +75,8 @@ class RunFolder:
         planned = summary.get("trainer_steps") or settings.get("trainer.steps")
         state, cause = run_state(self.path, summary, max(updated))
         evaluations = [one for one in read_evaluations(self.path) if one.mean is not None]
-        first, newest = (evaluations[0], evaluations[-1]) if evaluations else (None, None)
-        before = first if first is not None and first.version == 0 else None
+        before = next((one for one in evaluations if one.version == 0), None)
+        newest = evaluations[-1] if evaluations else None
         return RunHead(
             name=self.name,
             folder=str(self.path),
@@ -116,13 +119,8 @@ class RunFolder:
         """Return metrics of a page of steps: after the step ``cursor``, or, from the newest back, before it."""
         self._follow()
         found = self._series.history(cursor, limit, newest, names)
-        return RunMetrics(
-            step=found.step,
-            series=found.series,
-            names=found.names,
-            about={name: text for name in found.names if (text := describe(name))},
-            next=found.next,
-        )
+        about = {name: text for name in found.names if (text := describe(name))}
+        return RunMetrics.of(found, about=about)
 
     def checkpoints(self) -> list[CheckpointHead]:
         """Return the checkpoints, oldest first; whether one is whole is looked at when it is loaded."""
@@ -130,12 +128,10 @@ class RunFolder:
         for path in (self.path / CHECKPOINTS).glob("step-*"):
             named = _CHECKPOINT.fullmatch(path.name)
             if named and path.is_dir() and not path.is_symlink():
-                try:
+                # Its trainer, which keeps the newest, may delete it now.
+                with suppress(FileNotFoundError):
                     size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
-                except FileNotFoundError:
-                    # Its trainer, which keeps the newest, deletes it now.
-                    continue
-                found.append(CheckpointHead(name=path.name, step=int(named[1]), bytes=size, time=time_of(path)))
+                    found.append(CheckpointHead(name=path.name, step=int(named[1]), bytes=size, time=time_of(path)))
         return sorted(found, key=lambda one: (one.step, one.name))
 
     def _follow(self) -> None:
@@ -148,7 +144,9 @@ class RunFolder:
 
 def run_state(folder: Path, summary: dict[str, Any], updated: float) -> tuple[str, str]:
     """Return the state of a run and its cause, by its files. updated: when the newest of them changed, Unix seconds."""
-    holder = _HOLDER.match(_text(folder / LOCK))
+    holder = None
+    with suppress(OSError):
+        holder = _HOLDER.match((folder / LOCK).read_text(encoding="utf-8", errors="replace"))
     ours = holder is not None and holder[2] == socket.gethostname()
     if not summary and holder is not None and ours and psutil.pid_exists(int(holder[1])):
         return "running", ""
@@ -194,10 +192,9 @@ def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def time_of(path: Path) -> float:
     """Return when a file changed, Unix seconds; 0 if it does not exist."""
-    try:
+    with suppress(OSError):
         return path.stat().st_mtime
-    except OSError:
-        return 0.0
+    return 0.0
 
 
 def _raw_settings(file: Path) -> dict[str, Any]:
@@ -210,13 +207,6 @@ def _raw_settings(file: Path) -> dict[str, Any]:
     except (OSError, ValueError, yaml.YAMLError):
         return {}
     return flatten(found) if isinstance(found, dict) else {}
-
-
-def _text(file: Path) -> str:
-    try:
-        return file.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""
 
 
 def _whole(value: Any) -> int:

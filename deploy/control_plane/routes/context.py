@@ -4,15 +4,15 @@ import asyncio
 import re
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Annotated
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Annotated, TypeVar
 
 from fastapi import Depends, Request
 
 from broker.client import Broker
 from deploy.control_plane.routes.decoding import Decode, load_decoder
 from deploy.control_plane.status.collector import PlannedRun
-from deploy.control_plane.status.kubernetes import Deployments
 from deploy.control_plane.status.poller import StatusPoller
 from deploy.control_plane.web.security import BY_HEADER, Buckets
 from deploy.control_plane.web.sse import Hub
@@ -20,36 +20,31 @@ from schemas.control_api.orders import Accepted
 from schemas.control_api.status import RunStatus
 from schemas.messages import Event
 
+T = TypeVar("T")
 LOOK_S = 0.1
-"""Seconds between two readings of the status while a request waits for an order."""
+"""Seconds between two looks while a request waits."""
 
 
 @dataclass
 class Context:
-    """State of a control plane. deployments: those that it scales, on Kubernetes. questions: number that wait.
-
-    conversations: limits how often each tenant begins one.
-    """
+    """State of a control plane. questions: number that wait."""
 
     plan: PlannedRun
     name: str
     broker: Broker
     poller: StatusPoller
     hub: Hub
-    deployments: Deployments | None = None
-    decoders: list[Decode | None] = field(default_factory=list)
     questions: int = 0
-    conversations: Buckets = field(init=False)
 
-    def __post_init__(self) -> None:
-        rate = self.plan.live.rate
-        self.conversations = Buckets(rate / 60, rate)
+    @cached_property
+    def conversations(self) -> Buckets:
+        """The limit on how often each tenant begins a conversation."""
+        return Buckets(self.plan.live.rate / 60, self.plan.live.rate)
 
+    @cached_property
     def decoder(self) -> Decode | None:
-        """Return the decoder of the model's tokenizer, loaded at its first use."""
-        if not self.decoders:
-            self.decoders.append(load_decoder(self.plan.model) if self.plan.model else None)
-        return self.decoders[0]
+        """The decoder of the model's tokenizer, loaded at its first use."""
+        return load_decoder(self.plan.model) if self.plan.model else None
 
     def record_event(self, name: str, text: str, by: str) -> None:
         """Add an event to the timeline: what was ordered, and by whom."""
@@ -57,12 +52,17 @@ class Context:
 
     async def wait_status(self, reached: Callable[[RunStatus], bool], wait_s: float) -> RunStatus:
         """Poll the run until ``reached`` is true, at most ``wait_s`` seconds; return the last status."""
-        end = time.monotonic() + wait_s
-        while True:
-            status = await asyncio.to_thread(self.poller.refresh)
-            if reached(status) or time.monotonic() >= end:
-                return status
-            await asyncio.sleep(min(LOOK_S, max(0.0, end - time.monotonic())))
+        return await poll(self.poller.refresh, reached, wait_s)
+
+
+async def poll(look: Callable[[], T], reached: Callable[[T], bool], wait_s: float) -> T:
+    """Look until ``reached`` is true, at most ``wait_s`` seconds; return what was seen last. No thread waits."""
+    end = time.monotonic() + wait_s
+    while True:
+        seen = await asyncio.to_thread(look)
+        if reached(seen) or time.monotonic() >= end:
+            return seen
+        await asyncio.sleep(min(LOOK_S, max(0.0, end - time.monotonic())))
 
 
 def accepted(

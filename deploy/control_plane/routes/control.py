@@ -2,8 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
-from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from fastapi import APIRouter
 
@@ -46,11 +45,11 @@ async def drain(context: InContext, by: By, body: WaitRequest | None = None) -> 
     return await _pause(context, by, "drain", (body or WaitRequest()).wait_s, "drain")
 
 
-async def _give(context: Context, order: Callable[[], Order], name: str, text: str, by: str) -> Order:
-    """Give an order, and record it if it changes anything."""
+async def _give(context: Context, by: str, name: str, text: str, order: Callable[..., Order], *wanted: Any) -> Order:
+    """Give an order of what is wanted and by whom, and record it if it changes anything."""
 
     def give() -> Order:
-        if changed := order():
+        if changed := order(*wanted, by):
             context.record_event(name, text, by)
         return changed
 
@@ -58,8 +57,8 @@ async def _give(context: Context, order: Callable[[], Order], name: str, text: s
 
 
 async def _pause(context: Context, by: str, mode: PauseMode, wait_s: float, order: str) -> Accepted:
-    pause = partial(context.broker.run_control.pause, mode, by)
-    changed = await _give(context, pause, "paused", f"pause ({mode}) ordered", by)
+    pause = context.broker.run_control.pause
+    changed = await _give(context, by, "paused", f"pause ({mode}) ordered", pause, mode)
     status = await context.wait_status(lambda status: status.pause.done or status.pause.mode != mode, wait_s)
     missing = status.pause.waiting_for
     text = "paused" if status.pause.done else f"waiting for {', '.join(missing)}"
@@ -69,26 +68,24 @@ async def _pause(context: Context, by: str, mode: PauseMode, wait_s: float, orde
 @router.post("/resume")
 async def resume(context: InContext, by: By, body: WaitRequest | None = None) -> Accepted:
     """Resume a paused run."""
-    changed = await _give(
-        context, partial(context.broker.run_control.pause, "none", by), "resumed", "resume ordered", by
-    )
-    status = await context.wait_status(_resumed, (body or WaitRequest()).wait_s)
-    waiting = [service.name for service in status.services if service.live and service.state == "paused"]
+    changed = await _give(context, by, "resumed", "resume ordered", context.broker.run_control.pause, "none")
+
+    def paused(status: RunStatus) -> list[str]:
+        return [service.name for service in status.services if service.live and service.state == "paused"]
+
+    def resumed(status: RunStatus) -> bool:
+        return status.pause.mode == "none" and not paused(status)
+
+    status = await context.wait_status(resumed, (body or WaitRequest()).wait_s)
+    waiting = paused(status)
     text = "the run has resumed" if not waiting else f"waiting for {', '.join(waiting)}"
-    return accepted(status.state, "resume", changed, text, _resumed(status), waiting)
-
-
-def _resumed(status: RunStatus) -> bool:
-    return status.pause.mode == "none" and not any(
-        service.live and service.state == "paused" for service in status.services
-    )
+    return accepted(status.state, "resume", changed, text, resumed(status), waiting)
 
 
 @router.post("/checkpoint")
 async def checkpoint(context: InContext, by: By, body: WaitRequest | None = None) -> Accepted:
     """Save a checkpoint after the current step."""
-    order = partial(context.broker.run_control.checkpoint, by)
-    number = await _give(context, order, "checkpoint", "checkpoint ordered", by)
+    number = await _give(context, by, "checkpoint", "checkpoint ordered", context.broker.run_control.checkpoint)
 
     def written(status: RunStatus) -> bool:
         return any(
@@ -112,16 +109,12 @@ async def evaluate(context: InContext, by: By, body: EvaluationRequest | None = 
     if latest.state in OVER:
         raise Refusal(409, f"the run is {latest.state}: `tidemill eval CONFIG --model FOLDER` needs no run")
     version = latest.version if body.version is None else body.version
-    known = {one.version: one for one in context.poller.evaluations}
+    known = {one.version for one in context.poller.evaluations}
     if version < latest.version and version not in known:
-        raise Refusal(
-            409,
-            f"version {version} is behind version {latest.version}, and no generator goes back: export a checkpoint"
-            " of it, and `tidemill eval CONFIG --model FOLDER`",
-        )
-    order = partial(context.broker.run_control.evaluate, version, by)
-    text = f"evaluation of version {version} ordered"
-    changed = version not in known and await _give(context, order, "evaluation", text, by)
+        text = f"version {version} is behind version {latest.version}, and no generator goes back: export a checkpoint"
+        raise Refusal(409, f"{text} of it, and `tidemill eval CONFIG --model FOLDER`")
+    order, text = context.broker.run_control.evaluate, f"evaluation of version {version} ordered"
+    changed = version not in known and await _give(context, by, "evaluation", text, order, version)
 
     def complete(status: RunStatus) -> bool:
         return any(one.version == version and one.complete for one in context.poller.evaluations)
@@ -139,7 +132,7 @@ async def stop(context: InContext, by: By) -> Accepted:
     by_whom = context.poller.latest.scaling.by
     if by_whom != "supervisor":
         raise Refusal(409, STOP_ELSEWHERE[by_whom])
-    await _give(context, partial(context.broker.run_control.stop, by), "stop", "stop ordered", by)
+    await _give(context, by, "stop", "stop ordered", context.broker.run_control.stop)
     text = "the services are being stopped, the control plane too"
     return accepted("stopping", "stop", True, text, False, ["supervisor"])
 
@@ -150,8 +143,7 @@ async def scale(context: InContext, by: By, body: ScaleRequest) -> Accepted:
     if body.role == "reward" and body.replicas == 0:
         raise Refusal(409, "a run needs one reward service at least: pause it instead")
     kind = scaled_role(body.role, body.pool)
-    order = partial(_scale, context, body, by)
-    changed = await _give(context, order, "scale", f"{body.replicas} {kind} services ordered", by)
+    changed = await _give(context, by, "scale", f"{body.replicas} {kind} services ordered", _scale, context, body)
     status = await asyncio.to_thread(context.poller.refresh)
     alive = sum(scaled_role(service.role, service.pool) == kind and service.live for service in status.services)
     text = f"{alive} of {body.replicas} {kind} services are alive"
@@ -168,8 +160,8 @@ def _scale(context: Context, body: ScaleRequest, by: str) -> bool:
         raise Refusal(409, f"{kind} cannot be scaled in this run, these can: {', '.join(kinds)}")
     if body.replicas > kinds.get(kind, 0) and (problem := context.plan.quota.problem({**kinds, kind: body.replicas})):
         raise Refusal(409, problem)
-    if by_whom == "kubernetes" and context.deployments is not None:
-        return context.deployments.scale(kind, body.replicas)
+    if by_whom == "kubernetes" and context.poller.deployments is not None:
+        return context.poller.deployments.scale(kind, body.replicas)
     if by_whom != "supervisor":
         raise Refusal(409, NO_SUPERVISOR + scale_command(context.plan.scale_hint, body.role, str(body.replicas)))
     return order_replicas(context.broker.run_control, status.services, kind, body.replicas, by)

@@ -1,7 +1,4 @@
-"""The messages of an episode for display: each answer with the tools that it called and their results.
-
-They are what an agent's client sent and received in OpenAI's format; unreadable parts are left out.
-"""
+"""An episode's messages in OpenAI's format, for display: each answer with its tools; what is unreadable is left out."""
 
 import json
 import re
@@ -17,41 +14,35 @@ def spoken_messages(messages: Any) -> list[SpokenMessage]:
     """Return the messages in order; the result of a tool is in the call that it answers, where that is known."""
     shown: list[SpokenMessage] = []
     waiting: dict[str, ToolUse] = {}
-    for message in messages if isinstance(messages, list | tuple) else ():
-        if not isinstance(message, dict):
-            continue
-        text, answered = text_of(message.get("content")), message.get("tool_call_id")
+    for message in _objects(messages):
+        content, answered = message.get("content"), message.get("tool_call_id")
+        text, images = text_of(content), images_of(content)
         if message.get("role") == "tool" and isinstance(answered, str) and answered in waiting:
             use = waiting.pop(answered)
-            use.result, use.images = text, images_of(message.get("content"))
+            use.result, use.images = text, images
             continue
         uses = []
-        calls = message.get("tool_calls")
-        for call in calls if isinstance(calls, list | tuple) else ():
-            function = call.get("function", call) if isinstance(call, dict) else None
+        for call in _objects(message.get("tool_calls")):
+            function = call.get("function", call)
             if isinstance(function, dict):
                 use = ToolUse(name=str(function.get("name")), arguments=text_of(function.get("arguments")), result=None)
                 uses.append(use)
                 if isinstance(call.get("id"), str):
                     waiting[call["id"]] = use
-        reasoning = next((message[key] for key in REASONING if isinstance(message.get(key), str)), "")
-        shown.append(
-            SpokenMessage(
-                role=str(message.get("role")),
-                text=text,
-                reasoning=reasoning or None,
-                tools=uses,
-                images=images_of(message.get("content")),
-            )
-        )
+        role = str(message.get("role"))
+        reasoning = next((message[key] for key in REASONING if isinstance(message.get(key), str)), "") or None
+        shown.append(SpokenMessage(role=role, text=text, reasoning=reasoning, tools=uses, images=images))
     return shown
 
 
 def images_of(content: Any) -> list[str]:
     """Return the digests of the images in a message's content."""
-    parts = [part for part in content if isinstance(part, dict)] if isinstance(content, list | tuple) else []
-    found = [part.get("digest") for part in parts if part.get("type") == "image"]
+    found = [part.get("digest") for part in _objects(content) if part.get("type") == "image"]
     return [digest for digest in found if isinstance(digest, str) and re.fullmatch(DIGEST, digest)]
+
+
+def _objects(value: Any) -> list[dict[str, Any]]:
+    return [each for each in value if isinstance(each, dict)] if isinstance(value, list | tuple) else []
 
 
 def text_of(content: Any) -> str:

@@ -1,6 +1,6 @@
 """Routes for dead letters: list, show, requeue, drop."""
 
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 from fastapi import APIRouter, Path
@@ -15,6 +15,12 @@ from schemas.control_api.dead_letters import DeadLetters, LetterDetail, LetterHe
 from schemas.control_api.orders import Accepted
 
 router = APIRouter(prefix="/v1/dead-letters", tags=["dead letters"])
+Shown = TypeVar("Shown", bound=LetterHead)
+NOT_REQUEUED = {
+    "active": "is still in the pipeline; wait until it has ended",
+    "ended": "has not failed (it finished without this sample, or the broker was repaired), so sampling it again could"
+    " train it twice: drop the letter",
+}
 Letter = Annotated[str, Path(pattern=r"^[0-9]{1,19}-[0-9]{1,19}$", description="Id of the letter, from the list.")]
 
 
@@ -22,7 +28,7 @@ Letter = Annotated[str, Path(pattern=r"^[0-9]{1,19}-[0-9]{1,19}$", description="
 def list_letters(context: InContext, page: Annotated[Page, page_of(100, KEPT)]) -> DeadLetters:
     """List the stored messages that could not be processed. A cursor is the id of a letter."""
     found, following = context.broker.dead_letters.page(page.limit, page.entry(), page.newest)
-    heads = [LetterHead.model_validate(_letter(filed)) for filed in found]
+    heads = [_shown(LetterHead, filed) for filed in found]
     return DeadLetters(letters=heads, total=context.broker.ledger.read_state().dead_letters, next=following)
 
 
@@ -30,21 +36,15 @@ def list_letters(context: InContext, page: Annotated[Page, page_of(100, KEPT)]) 
 def show_letter(context: InContext, id: Letter) -> LetterDetail:
     """Return a dead letter with its payload."""
     filed = context.broker.dead_letters.get(id)
-    return LetterDetail.model_validate(_letter(filed) | {"payload": payload(filed.letter.payload)})
+    return _shown(LetterDetail, filed, payload=payload(filed.letter.payload))
 
 
 @router.post("/{id}/requeue")
 def requeue_letter(context: InContext, by: By, id: Letter) -> Accepted:
     """Requeue the letter's prompt group, before all other prompts."""
     answer = context.broker.dead_letters.requeue(id)
-    if answer == "active":
-        raise Refusal(409, f"the prompt group of dead letter {id} is still in the pipeline; wait until it has ended")
-    if answer == "ended":
-        raise Refusal(
-            409,
-            f"the prompt group of dead letter {id} has not failed (it finished without this sample, or the broker was"
-            " repaired), so sampling it again could train it twice: drop the letter",
-        )
+    if answer in NOT_REQUEUED:
+        raise Refusal(409, f"the prompt group of dead letter {id} {NOT_REQUEUED[answer]}")
     if answer == "ok":
         context.record_event("requeue", f"the prompt group of dead letter {id} is requeued", by)
     return accepted(context.poller.latest.state, "requeue", answer == "ok", "its prompt group is admitted next")
@@ -58,18 +58,11 @@ def drop_letter(context: InContext, by: By, id: Letter) -> Accepted:
     return accepted(context.poller.latest.state, "drop", True, "deleted")
 
 
-def _letter(filed: StoredLetter) -> dict[str, Any]:
-    letter = filed.letter
-    return {
-        "id": filed.id,
-        "time": int(filed.id.partition("-")[0]) / 1000,
-        "source": letter.source,
-        "reason": letter.reason,
-        "deliveries": letter.deliveries,
-        "task_id": letter.task_id if letter.task_id >= 0 else None,
-        "sample": letter.sample if letter.sample >= 0 else None,
-        "bytes": len(letter.payload),
-    }
+def _shown(kind: type[Shown], filed: StoredLetter, **more: Any) -> Shown:
+    letter, time = filed.letter, int(filed.id.partition("-")[0]) / 1000
+    task_id = letter.task_id if letter.task_id >= 0 else None
+    sample = letter.sample if letter.sample >= 0 else None
+    return kind.of(filed, letter, time=time, task_id=task_id, sample=sample, bytes=len(letter.payload), **more)
 
 
 def payload(data: bytes) -> Any:

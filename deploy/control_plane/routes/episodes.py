@@ -12,7 +12,7 @@ import time
 from fastapi import APIRouter, Request
 from fastapi.responses import RedirectResponse
 
-from deploy.control_plane.routes.context import LOOK_S, Context, InContext
+from deploy.control_plane.routes.context import Context, InContext, poll
 from deploy.control_plane.web.refusal import Refusal
 from schemas.control_api.orders import BegunEpisode, EpisodeReward, RewardedEpisode
 from schemas.messages import LiveEpisode
@@ -56,14 +56,10 @@ async def converse(context: InContext, request: Request, id: str, path: str) -> 
     """Lead a client's request to the generator that holds the conversation."""
     # Anthropic's library appends /v1/messages to an address, also to one that ends in /v1.
     path = path.removeprefix("v1/")
-    end = time.monotonic() + HELD_S
-    while True:
-        url = await asyncio.to_thread(_held_at, context, id)
-        if url:
-            return RedirectResponse(f"{url}/{path}", 307)
-        if time.monotonic() >= end:
-            raise Refusal(503, "no generator holds this conversation now: try again")
-        await asyncio.sleep(LOOK_S)
+    url = await poll(lambda: _held_at(context, id), bool, HELD_S)
+    if not url:
+        raise Refusal(503, "no generator holds this conversation now: try again")
+    return RedirectResponse(f"{url}/{path}", 307)
 
 
 def _held_at(context: Context, id: str) -> str:

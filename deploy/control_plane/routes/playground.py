@@ -2,11 +2,10 @@
 
 import asyncio
 import secrets
-import time
 
 from fastapi import APIRouter
 
-from deploy.control_plane.routes.context import LOOK_S, Context, InContext
+from deploy.control_plane.routes.context import Context, InContext, poll
 from deploy.control_plane.routes.decoding import Decode, pieces, plain
 from deploy.control_plane.web.refusal import Refusal
 from schemas.control_api.trajectories import Generated, GeneratedReply, GenerateRequest, TokenTable
@@ -36,24 +35,24 @@ async def generate(context: InContext, body: GenerateRequest) -> Generated:
     finally:
         context.questions -= 1
     if answer is None:
-        raise Refusal(
-            503, f"no generator had room within {body.wait_s:g} s: try again, or lower concurrency for a while"
-        )
+        text = f"no generator had room within {body.wait_s:g} s: try again, or lower concurrency for a while"
+        raise Refusal(503, text)
     if answer.error:
         raise Refusal(422, answer.error)
-    decode = await asyncio.to_thread(context.decoder)
+    decode = await asyncio.to_thread(lambda: context.decoder)
     return Generated(generator=answer.generator, replies=[_reply(one, decode) for one in answer.replies])
 
 
 async def _answer(context: Context, body: GenerateRequest) -> QuestionAnswer | None:
-    """Ask, and wait for the answer without a thread: orders need those, and an answer may take minutes."""
-    deadline = time.monotonic() + body.wait_s
+    """Ask, and wait for the answer."""
     id, position = await asyncio.to_thread(_ask, context, body)
-    while True:
-        answer, position = await asyncio.to_thread(context.broker.questions.find_answer, id, position)
-        if answer is not None or time.monotonic() >= deadline:
-            return answer
-        await asyncio.sleep(min(LOOK_S, max(0.0, deadline - time.monotonic())))
+
+    def look() -> QuestionAnswer | None:
+        nonlocal position
+        answer, position = context.broker.questions.find_answer(id, position)
+        return answer
+
+    return await poll(look, lambda answer: answer is not None, body.wait_s)
 
 
 def _ask(context: Context, body: GenerateRequest) -> tuple[str, bytes]:

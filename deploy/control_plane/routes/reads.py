@@ -11,9 +11,9 @@ from starlette.types import Receive, Scope, Send
 
 from broker.connection.stream_pages import KEEP_LINES
 from broker.telemetry.events import StoredEvent
-from deploy.control_plane.files.images import ANSWER, Digest, image_answer, kept_image
+from deploy.control_plane.files.images import ANSWER, Digest, image_answer
 from deploy.control_plane.routes.context import InContext
-from deploy.control_plane.routes.paging import page_of
+from deploy.control_plane.routes.paging import Few, page_of
 from deploy.control_plane.status.collector import evaluation
 from deploy.control_plane.web.paging import Page, cut
 from deploy.control_plane.web.refusal import Refusal
@@ -26,7 +26,6 @@ JSON = "application/json"
 EVENT_ID = r"^[0-9]{1,19}(-[0-9]{1,19})?$"
 
 router = APIRouter(prefix="/v1", tags=["reading"])
-Few = Annotated[Page, page_of(1000, 1000)]
 Some = Annotated[Page, page_of(100, 1000)]
 
 
@@ -125,13 +124,10 @@ def weights(context: InContext, page: Few) -> Weights:
     return Weights(
         next=following,
         weights=[
-            WeightVersion(
-                version=one.version,
-                step=one.step,
-                leader_term=one.leader_term,
+            WeightVersion.of(
+                one,
                 transport=(one.state if one.whole or one.delta is None else one.delta.payload).uri.partition(":")[0],
                 bytes=one.state.size,
-                whole=one.whole,
                 delta_base=one.delta.base if one.delta else None,
                 delta_bytes=one.delta.payload.size if one.delta else None,
                 tensors=len(one.tensors),
@@ -145,8 +141,7 @@ def weights(context: InContext, page: Few) -> Weights:
 @router.get("/images/{digest}", response_class=Response, responses=ANSWER)
 def image(context: InContext, digest: Digest) -> Response:
     """Return an image that the policy was shown, as the model reads it, from the pipeline or the run's folder."""
-    stored = context.broker.images.fetch([digest]).get(digest)
-    return image_answer(digest, stored or kept_image(context.plan.folder, digest))
+    return image_answer(digest, context.plan.folder, context.broker.images.fetch([digest]).get(digest))
 
 
 @router.get("/evaluations")

@@ -2,9 +2,8 @@
 
 import re
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
-import msgspec
 from fastapi import APIRouter, Depends, Path, Query
 
 from broker.telemetry.trajectories import StoredTrajectory
@@ -12,20 +11,13 @@ from deploy.control_plane.routes.context import InContext
 from deploy.control_plane.routes.conversation import spoken_messages
 from deploy.control_plane.routes.decoding import Decode, pieces, plain
 from deploy.control_plane.routes.paging import page_of
-from deploy.control_plane.web.paging import MOST, Page, wrong
+from deploy.control_plane.web.paging import MOST, Page, is_between, wrong
 from deploy.control_plane.web.refusal import Refusal
 from schemas.control_api.base import Finish
-from schemas.control_api.trajectories import (
-    ImageRange,
-    SegmentRange,
-    TokenTable,
-    Trajectories,
-    TrajectoryDetail,
-    TrajectoryHead,
-    TurnRange,
-)
+from schemas.control_api.trajectories import TokenTable, Trajectories, TrajectoryDetail, TrajectoryHead
 from schemas.messages.moments import trace_lines
 
+Shown = TypeVar("Shown", bound=TrajectoryHead)
 EXAMINED = 2000
 """Most trajectories that a page of a search reads."""
 HEAD_CHARACTERS = 200
@@ -47,16 +39,10 @@ class Search:
 
     def wants(self, seen: StoredTrajectory) -> bool:
         """Return whether a trajectory passes the filter."""
-        body, score = seen.trajectory, seen.score
-        if self.reward_min is not None or self.reward_max is not None:
-            if score is None or score.status != "ok":
-                return False
-            if self.reward_min is not None and score.reward < self.reward_min:
-                return False
-            if self.reward_max is not None and score.reward > self.reward_max:
-                return False
+        body = seen.trajectory
         return (
-            self.task_id in (None, body.task_id)
+            is_between(self.reward_min, _reward(seen), self.reward_max)
+            and self.task_id in (None, body.task_id)
             and self.finish in (None, body.finish)
             and self.state in (None, seen.state)
             and self.kind in (None, body.kind)
@@ -74,7 +60,7 @@ def trajectories(
     found = context.broker.trajectory_store.search(
         search.wants, page.limit, EXAMINED, search.state == "trained", page.cursor, page.newest
     )
-    heads = [head(seen) for seen in found.items]
+    heads = [trajectory_as(TrajectoryHead, seen) for seen in found.items]
     return Trajectories(trajectories=heads, examined=found.examined, complete=found.complete, next=found.next)
 
 
@@ -87,39 +73,32 @@ def trajectory(
     """Return a trajectory in full: text, and for each token its log-probability, weight version and mask."""
     seen = context.broker.trajectory_store.get(task_id, sample)
     if seen is None:
-        raise Refusal(
-            404, f"sample {sample} of task {task_id} is not in the pipeline, and not among the stored trained samples"
-        )
-    return detail(seen, context.decoder())
+        text = f"sample {sample} of task {task_id} is not in the pipeline, and not among the stored trained samples"
+        raise Refusal(404, text)
+    return detail(seen, context.decoder)
 
 
-def head(seen: StoredTrajectory) -> TrajectoryHead:
-    """Return a trajectory as a list shows it."""
-    return TrajectoryHead.model_validate(_head(seen))
+def _reward(seen: StoredTrajectory) -> float | None:
+    return seen.score.reward if seen.score and seen.score.status == "ok" else None
 
 
-def _head(seen: StoredTrajectory) -> dict[str, Any]:
+def trajectory_as(kind: type[Shown], seen: StoredTrajectory, **more: Any) -> Shown:
+    """Return a trajectory as a list shows it, with more fields of its kind."""
     body, score = seen.trajectory, seen.score
     versions = [span.version for span in body.spans]
-    return {
-        "task_id": body.task_id,
-        "sample": body.sample,
-        "kind": body.kind,
-        "state": seen.state,
-        "step": seen.step,
-        "reward": score.reward if score and score.status == "ok" else None,
-        "score_status": score.status if score else None,
-        "oldest_version": min(versions, default=None),
-        "newest_version": max(versions, default=None),
-        "finish": body.finish,
-        "tokens": body.sampled_tokens,
-        "calls": body.calls,
-        "rows": max(1, len(body.segments)),
-        "generator": body.generator,
-        "time": seen.time,
-        "prompt": body.prompt[:HEAD_CHARACTERS],
-        "completion": body.completion[:HEAD_CHARACTERS],
-    }
+    return kind.of(
+        body,
+        seen,
+        reward=_reward(seen),
+        score_status=score.status if score else None,
+        oldest_version=min(versions, default=None),
+        newest_version=max(versions, default=None),
+        tokens=body.sampled_tokens,
+        rows=max(1, len(body.segments)),
+        prompt=body.prompt[:HEAD_CHARACTERS],
+        completion=body.completion[:HEAD_CHARACTERS],
+        **more,
+    )
 
 
 def detail(seen: StoredTrajectory, decode: Decode | None) -> TrajectoryDetail:
@@ -137,23 +116,16 @@ def detail(seen: StoredTrajectory, decode: Decode | None) -> TrajectoryDetail:
         version=[value if own else None for value, own in zip(versions, mask, strict=True)],
         mask=mask,
     )
-    return TrajectoryDetail.model_validate(
-        _head(seen)
-        | {
-            "full_prompt": body.prompt,
-            "full_completion": body.completion,
-            "temperature": body.temperature,
-            "seconds": body.seconds,
-            "components": dict(score.components) if score else {},
-            "score_reason": score.reason if score else "",
-            "turns": [TurnRange(**msgspec.structs.asdict(turn)) for turn in body.turns],
-            "segments": [SegmentRange(**msgspec.structs.asdict(segment)) for segment in body.segments],
-            "images": [ImageRange(**msgspec.structs.asdict(image)) for image in body.images],
-            "messages": spoken_messages(body.data.get("messages")),
-            "workflow_reward": body.reward,
-            "trace": trace_lines(body.trace + own_trace, body.seconds, body.sampled_tokens),
-            "metrics": body.metrics,
-            "token_table": table,
-            "data": plain(body.data),
-        }
+    return trajectory_as(
+        TrajectoryDetail,
+        seen,
+        full_prompt=body.prompt,
+        full_completion=body.completion,
+        components=dict(score.components) if score else {},
+        score_reason=score.reason if score else "",
+        messages=spoken_messages(body.data.get("messages")),
+        workflow_reward=body.reward,
+        trace=trace_lines(body.trace + own_trace, body.seconds, body.sampled_tokens),
+        token_table=table,
+        data=plain(body.data),
     )

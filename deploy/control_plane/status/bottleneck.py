@@ -4,7 +4,7 @@ The trainer's own clock decides first: a trainer that hardly ever waits is the l
 of scored groups, and the queues before it tell which service delays them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from schemas.control_api.base import RunState
@@ -18,16 +18,20 @@ WASTED = 0.8
 """A share of filtered groups that is worth naming before all queues: more services would generate more of the same."""
 
 
-ENDED = {
-    "finished": "The run is finished: all steps are trained.",
-    "stopped": "The run was stopped. Start it again under the same name to resume.",
-    "stopping": "The services are being stopped, in order.",
-    "finishing": "All steps are trained; the last evaluation is under way.",
+STANDING: Mapping[str, tuple[str, str]] = {
+    "failed": (
+        "nothing",
+        "The run has failed. Fix the cause and start it again under the same name to resume from its last checkpoint.",
+    ),
+    "finished": ("nothing", "The run is finished: all steps are trained."),
+    "stopped": ("nothing", "The run was stopped. Start it again under the same name to resume."),
+    "stopping": ("nothing", "The services are being stopped, in order."),
+    "finishing": ("nothing", "All steps are trained; the last evaluation is under way."),
+    "paused": ("paused", "The run is paused: nothing is generated or trained until it is resumed."),
 }
-"""Text for a run that is over, or nearly."""
+"""Limit and text by the state of a run that is over, nearly over, or paused."""
 LIMIT_OF = {"generator": "generation", "reward": "reward", "trainer": "training"}
 """What limits a run without a service of this role."""
-FAILED = "The run has failed. Fix the cause and start it again under the same name to resume from its last checkpoint."
 
 
 @dataclass(frozen=True)
@@ -89,22 +93,16 @@ def find_bottleneck(seen: Evidence) -> Bottleneck:
 
 def _standing(seen: Evidence) -> tuple[str, str] | None:
     """Return limit and text for a run that does not train now; None for one that does."""
-    if seen.state == "failed":
-        return "nothing", FAILED
-    if seen.state in ENDED:
-        return "nothing", ENDED[seen.state]
-    if seen.state == "paused":
-        return "paused", "The run is paused: nothing is generated or trained until it is resumed."
+    if seen.state in STANDING:
+        return STANDING[seen.state]
     if seen.state in ("pausing", "draining"):
         what = "A pause was ordered" if seen.state == "pausing" else "The run is being drained"
         return "paused", f"{what}; {seen.cause or 'waiting for its services'}."
     if seen.missing and (seen.state == "starting" or not seen.begun or seen.wait is None):
         return "nothing", f"Starting: no sign of the {_and(seen.missing)} yet."
     if seen.missing:
-        names = _and(seen.missing)
-        return LIMIT_OF.get(
-            seen.missing[0], "prompts"
-        ), f"No {names} is alive: the run stands still until there is one."
+        limit = LIMIT_OF.get(seen.missing[0], "prompts")
+        return limit, f"No {_and(seen.missing)} is alive: the run stands still until there is one."
     if seen.filtered is not None and seen.filtered > WASTED and (seen.wait is None or seen.wait >= BUSY):
         return "prompts", (
             f"Prompts: {seen.filtered:.0%} of the groups are dropped because all their samples have the same reward."
@@ -115,9 +113,8 @@ def _standing(seen: Evidence) -> tuple[str, str] | None:
             return "nothing", f"Starting: {_and(seen.loading)} {'loads' if len(seen.loading) == 1 else 'load'}."
         if seen.evaluating:
             return "nothing", f"Generators evaluate {seen.evaluating} first; the first step comes after that."
-        return "nothing", (
-            f"The first step is being made: {seen.active} of {seen.capacity} prompt groups are under way."
-        )
+        text = f"The first step is being made: {seen.active} of {seen.capacity} prompt groups are under way."
+        return "nothing", text
     return None
 
 
@@ -132,16 +129,12 @@ def _limit(seen: Evidence) -> tuple[str, str]:
     if wait < BUSY:
         if seen.publish is not None and seen.publish > MUCH:
             return "weights", f"Weights: publishing them takes {seen.publish:.0%} of each step."
-        return (
-            "training",
-            f"Training: the trainer waits for only {wait:.0%} of its time; more generators would not help.",
-        )
+        text = f"Training: the trainer waits for only {wait:.0%} of its time; more generators would not help."
+        return "training", text
     waits = f"the trainer waits for {wait:.0%} of its time"
     if seen.unscored >= max(seen.step_samples // 2, 8) and seen.unscored > 2 * seen.unclaimed:
-        return (
-            "reward",
-            f"Rewards: {waits}, and {seen.unscored:,} samples wait for theirs. More reward services would help.",
-        )
+        text = f"Rewards: {waits}, and {seen.unscored:,} samples wait for theirs. More reward services would help."
+        return "reward", text
     if seen.update is not None and seen.update > MUCH:
         return "weights", f"Weights: generators stand still for {seen.update:.0%} of the time to load them."
     if seen.active < seen.capacity // 2:

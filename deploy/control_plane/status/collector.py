@@ -19,7 +19,7 @@ from broker.telemetry.heartbeats import FORGOTTEN_S
 from broker.telemetry.stream_lag import StreamLag, read_stream_lags
 from deploy.control_plane.status.bottleneck import Evidence, find_bottleneck
 from deploy.control_plane.status.pools import pool_statuses
-from deploy.control_plane.status.run_state import LOADING, is_live, pause_status, run_state
+from deploy.control_plane.status.run_state import LOADING, is_live, missing_roles, pause_status, run_state
 from deploy.control_plane.status.scaling import scaling
 from deploy.control_plane.status.series import HISTOGRAM, STEPS_KEPT, MetricsSeries, Rates
 from deploy.planning.cluster import DeviceQuota
@@ -50,9 +50,6 @@ STOPPED = 10
 ROLES = ("supervisor", "node", "control", "feeder", "generator", "reward", "trainer")
 MISMATCH = ("gap", "kl")
 """Of a generator's log-probabilities from the trainer's, in the newest step that trained tokens of it."""
-NOT_LOAD = ("tokens_per_s",)
-LOST = "lost"
-"""The state of a service that was silent for too long."""
 METRICS_AT_ONCE = 1000
 
 
@@ -60,9 +57,8 @@ METRICS_AT_ONCE = 1000
 class PlannedRun:
     """The part of the configuration that the control plane needs; 0 or empty if a value is not known.
 
-    folder: of the run. held_out: whether it has held-out prompts. has_accuracy: whether evaluations have an accuracy
-    and not only a reward. playground: whether users may ask the policy. chat: whether its model has a chat template.
-    live: conversations of users. quota: of devices.
+    has_accuracy: whether evaluations have an accuracy and not only a reward. playground: whether users may ask the
+    policy. chat: whether its model has a chat template. live: conversations of users. quota: of devices.
     """
 
     run: str
@@ -85,6 +81,7 @@ class PlannedRun:
     @classmethod
     def of(cls, config: TidemillConfig) -> PlannedRun:
         """Take the values from the configuration."""
+        control = config.control
         return cls(
             run=config.run.name,
             steps=config.trainer.steps,
@@ -93,16 +90,14 @@ class PlannedRun:
             max_samples=config.generator.max_samples,
             pools=tuple(config.pools),
             n=config.sampling.n,
-            scale_hint=config.control.scale_hint or "",
+            scale_hint=control.scale_hint or "",
             folder=config.folder,
             model=config.model.path,
             held_out=config.eval is not None,
             has_accuracy=config.has_accuracy,
             live=config.generator.agents.live,
             quota=DeviceQuota.of(config),
-            playground=is_loopback(config.control.host)
-            if config.control.playground is None
-            else config.control.playground,
+            playground=is_loopback(control.host) if control.playground is None else control.playground,
             chat=chat_template(Path(config.model.path).expanduser()) is not None,
         )
 
@@ -132,7 +127,7 @@ class Collector:
         """Loss tokens by age, of all steps that were read."""
         self.control: ControlState | None = None
         """The users' orders, as last read; None before the first reading."""
-        self.evaluations: list[EvalResult] = []
+        self.evaluations: list[EvaluationStatus] = []
         """All evaluations, by version, as they were last read."""
 
     def read(self) -> RunStatus:
@@ -151,8 +146,8 @@ class Collector:
         self._rates.add(now, _counts(ledger, lags))
         self._follow_loads(beats)
         self.control = ledger.control
-        self.evaluations = results
-        return self._status(ledger, lags, beats, results, now)
+        self.evaluations = [evaluation(result, self._plan.has_accuracy) for result in results]
+        return self._status(ledger, lags, beats, now)
 
     def _follow_loads(self, beats: Sequence[Heartbeat]) -> None:
         """Note the pauses of generators for new versions; the mean of several counts, since one says little."""
@@ -173,22 +168,19 @@ class Collector:
                 return
 
     def _status(
-        self,
-        ledger: LedgerState,
-        lags: Sequence[StreamLag],
-        beats: Sequence[Heartbeat],
-        results: Sequence[EvalResult],
-        now: float,
+        self, ledger: LedgerState, lags: Sequence[StreamLag], beats: Sequence[Heartbeat], now: float
     ) -> RunStatus:
         orders, history, rates = ledger.control, self.history, self._rates
         pause = pause_status(orders, beats, lags, now)
         state, cause = run_state(ledger, pause, beats, now)
         services = [self._service(beat, orders, now) for beat in beats]
-        services.sort(key=lambda service: (_rank(service.role), natural(service.name)))
+        rank = {role: number for number, role in enumerate(ROLES)}
+        services.sort(key=lambda service: (rank.get(service.role, len(ROLES)), natural(service.name)))
         pools = list(dict.fromkeys([*self._plan.pools, *(one.pool for one in services if one.pool)]))
-        complete = [result for result in results if result.complete and result.n]
+        complete = [one for one in self.evaluations if one.complete and one.n]
         steps = ledger.steps or self._plan.steps
-        return RunStatus(
+        return RunStatus.of(
+            ledger,
             run=self._plan.run,
             state=state,
             cause=cause,
@@ -196,12 +188,9 @@ class Collector:
             started=ledger.started or None,
             elapsed_s=max(0.0, now - ledger.started) if ledger.started else 0.0,
             remaining_s=None if state in OVER else self._remaining(steps),
-            step=ledger.step,
             steps=steps,
-            version=ledger.version,
-            leader_term=ledger.leader_term,
             reward=next(iter(history.last("reward/mean")), None),
-            evaluation=evaluation(complete[-1], self._plan.has_accuracy) if complete else None,
+            evaluation=complete[-1] if complete else None,
             pause=pause,
             bottleneck=find_bottleneck(self._evidence(state, cause, ledger, lags, beats, now)),
             throughput=Throughput(
@@ -214,7 +203,7 @@ class Collector:
                 steps_per_minute=None if (rate := rates.of("step")) is None else rate * 60,
             ),
             staleness=self._staleness(ledger),
-            ledger=_ledger(ledger),
+            ledger=LedgerStatus.of(ledger, tokens={**ledger.tokens, "in_flight": ledger.tokens_in_flight}),
             streams=[self._stream(lag, now) for lag in lags],
             services=services,
             pools=pool_statuses(pools, services, history, RECENT),
@@ -227,51 +216,34 @@ class Collector:
                     "changed": sorted(ledger.settings),
                 }
             ),
-            scaling=scaling(orders, services, self._plan.scale_hint, pools).model_copy(
-                update={"max_devices": self._plan.quota.most}
-            ),
-            dead_letters=ledger.dead_letters,
-            counters=dict(ledger.counters),
+            scaling=scaling(orders, services, self._plan.scale_hint, pools, self._plan.quota.most),
             memory_bytes=self._memory,
         )
 
     def _service(self, beat: Heartbeat, orders: ControlState, now: float) -> ServiceStatus:
-        figures = {name: value for name, value in beat.figures.items() if name not in NOT_LOAD}
+        figures = {name: value for name, value in beat.figures.items() if name != "tokens_per_s"}
         for name in MISMATCH if beat.role == "generator" else ():
             if newest := self.history.last(f"mismatch/{beat.service}/{name}"):
                 figures[f"mismatch_{name}"] = newest[0]
+        live = is_live(beat, now)
         in_flight = beat.figures.get("samples_in_flight")
         most = beat.figures.get("max_samples") or self._plan.max_samples
-        return ServiceStatus(
+        return ServiceStatus.of(
+            beat,
             name=beat.service,
-            role=beat.role,
-            pool=beat.pool,
-            host=beat.host,
-            pid=beat.pid,
-            devices=beat.devices,
-            state=beat.state if is_live(beat, now) else LOST,
+            state=beat.state if live else "lost",
             version=beat.version if beat.version >= 0 else None,
             silent_s=round(max(0.0, now - beat.time), 2),
-            live=is_live(beat, now),
+            live=live,
             paused=orders.pause != "none" and beat.acknowledged.get("pause") == orders.pause_id,
             tokens_per_s=round(beat.figures.get("tokens_per_s", 0.0), 1),
             load=None if in_flight is None or not most else min(1.0, in_flight / most),
-            acknowledged=dict(beat.acknowledged),
             figures=figures,
-            software=beat.software,
         )
 
     def _stream(self, lag: StreamLag, now: float) -> StreamStatus:
-        return StreamStatus.model_validate(
-            {
-                "name": lag.name,
-                "length": lag.length,
-                "waiting": lag.waiting,
-                "pending": lag.pending,
-                "oldest_s": None if lag.oldest is None else round(max(0.0, now - lag.oldest), 2),
-                "rate": self._rates.of(lag.name),
-            }
-        )
+        oldest_s = None if lag.oldest is None else round(max(0.0, now - lag.oldest), 2)
+        return StreamStatus.of(lag, oldest_s=oldest_s, rate=self._rates.of(lag.name))
 
     def _staleness(self, ledger: LedgerState) -> Staleness:
         means, most = self.history.last("staleness/mean", RECENT), self.history.last("staleness/max", RECENT)
@@ -319,29 +291,29 @@ class Collector:
         beats: Sequence[Heartbeat],
         now: float,
     ) -> Evidence:
-        history, live = self.history, [beat for beat in beats if is_live(beat, now)]
-        total = sum(history.last("time/total_s", RECENT))
+        live = [beat for beat in beats if is_live(beat, now)]
+        totals = self.history.last("time/total_s", RECENT)
+        total = sum(totals)
         stream = {lag.name: lag for lag in lags}
         generators = [beat for beat in live if beat.role == "generator"]
         places = sum(beat.figures.get("max_samples", self._plan.max_samples) for beat in generators)
         taken = sum(beat.figures.get("samples_in_flight", 0.0) for beat in generators)
         pause = sum(self._loads) / len(self._loads) if self._loads else 0.0
-        known = len(history.last("time/total_s", RECENT))
+
+        def share(name: str) -> float | None:
+            return sum(self.history.last(f"time/{name}_s", RECENT)) / total if total else None
+
         return Evidence(
             state=state,
             cause=cause,
             begun=ledger.leader_term > 0,
             loading=[beat.service for beat in live if beat.state in LOADING],
-            missing=[
-                role
-                for role in ("trainer", "generator", "reward", "feeder")
-                if not any(beat.role == role for beat in live)
-            ],
+            missing=missing_roles(live),
             active=ledger.active,
             capacity=ledger.capacity,
-            wait=sum(history.last("time/wait_s", RECENT)) / total if total else None,
-            publish=sum(history.last("time/publish_s", RECENT)) / total if total else None,
-            update=min(1.0, pause * known / total) if total else None,
+            wait=share("wait"),
+            publish=share("publish"),
+            update=min(1.0, pause * len(totals) / total) if total else None,
             unscored=stream["trajectories"].waiting + stream["trajectories"].pending,
             unclaimed=stream["tasks"].waiting,
             step_samples=(ledger.batch or 1) * self._plan.n,
@@ -350,41 +322,29 @@ class Collector:
             generated_per_s=sum(beat.figures.get("tokens_per_s", 0.0) for beat in generators),
             trained_per_s=sum(beat.figures.get("tokens_per_s", 0.0) for beat in live if beat.role == "trainer"),
             evaluating=_under_way(self.evaluations),
-            hand_over=sum(history.last("time/hand_over_s", RECENT)) / total if total else None,
+            hand_over=share("hand_over"),
         )
 
 
 def evaluation(result: EvalResult, has_accuracy: bool) -> EvaluationStatus:
     """Return an evaluation as the API shows it."""
-    known = EvaluationStatus.model_validate(result)
     mean, accuracy = result.mean if result.scored else None, result.accuracy if has_accuracy else None
-    return known.model_copy(update={"mean": mean, "accuracy": accuracy, "time": result.time or None})
+    return EvaluationStatus.of(result, mean=mean, accuracy=accuracy, time=result.time or None)
 
 
-def _under_way(results: Sequence[EvalResult]) -> str:
-    if not results or results[-1].complete:
+def _under_way(evaluations: Sequence[EvaluationStatus]) -> str:
+    if not evaluations or (newest := evaluations[-1]).complete:
         return ""
-    newest = results[-1]
     return f"version {newest.version} ({newest.scored + newest.failed:,} of {newest.n:,} samples)"
 
 
 def _counts(ledger: LedgerState, lags: Sequence[StreamLag]) -> dict[str, int]:
-    counts = {lag.name: lag.entered for lag in lags}
-    return counts | {
+    return {lag.name: lag.entered for lag in lags} | {
         "admitted": ledger.admitted,
         "published": ledger.samples_published,
         "samples_trained": ledger.samples_trained,
         "step": ledger.step,
     }
-
-
-def _ledger(ledger: LedgerState) -> LedgerStatus:
-    known = LedgerStatus.model_validate(ledger)
-    return known.model_copy(update={"tokens": {**ledger.tokens, "in_flight": ledger.tokens_in_flight}})
-
-
-def _rank(role: str) -> int:
-    return ROLES.index(role) if role in ROLES else len(ROLES)
 
 
 def natural(name: str) -> list[tuple[int, str]]:

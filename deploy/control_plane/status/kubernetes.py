@@ -34,10 +34,7 @@ log = structlog.get_logger()
 
 
 class Deployments:
-    """The Deployments that hold a run's services, by role.
-
-    ``scaling`` is what was found lately, without waiting; ``scale`` asks and changes. Life cycle: ``start``, ``stop``.
-    """
+    """The Deployments of a run's services, by role. ``scaling`` is as found lately; ``scale`` asks and changes."""
 
     def __init__(self, url: str, account: Path, names: Mapping[str, str]) -> None:
         """url: of the API server. account: folder of the service account. names: Deployment of each role."""
@@ -45,8 +42,7 @@ class Deployments:
         self._account = account
         self._names = dict(names)
         self._counts: dict[str, int] = {}
-        self._refused: dict[str, str] = {}
-        self._error = ""
+        self._reason = "the Kubernetes API server has not been asked yet"
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._follow, name="deployments", daemon=True)
 
@@ -72,26 +68,18 @@ class Deployments:
     @property
     def scaling(self) -> Scaling:
         """Scaling as last read from the API server."""
-        reason = self._error or "; ".join(self._refused.values()) or "the Kubernetes API server has not been asked yet"
-        return Scaling(
-            possible=bool(self._counts),
-            by="kubernetes",
-            replicas=dict(self._counts),
-            refusal="" if self._counts else reason,
-        )
+        counts = self._counts
+        return Scaling(possible=bool(counts), by="kubernetes", replicas=counts, refusal="" if counts else self._reason)
 
     def scale(self, role: str, replicas: int) -> bool:
         """Set the number of replicas; False if it was so already. Refusal says what the cluster does not allow."""
-        found = self.replicas(role)
+        if self.replicas(role) == replicas:
+            return False
+        found = _count(self._ask("PATCH", role, {"spec": {"replicas": replicas}}))
         if found != replicas:
-            found = _count(self._ask("PATCH", role, {"spec": {"replicas": replicas}}))
-            if found != replicas:
-                raise InfraError(
-                    f"Kubernetes has set {found} replicas for Deployment {self._names[role]}, not {replicas}"
-                )
-            self._counts = {**self._counts, role: replicas}
-            return True
-        return False
+            raise InfraError(f"Kubernetes has set {found} replicas for Deployment {self._names[role]}, not {replicas}")
+        self._counts = {**self._counts, role: replicas}
+        return True
 
     def replicas(self, role: str) -> int:
         """Read the wanted number of replicas of a role's Deployment."""
@@ -99,22 +87,22 @@ class Deployments:
 
     def refresh(self) -> None:
         """Read the replicas of all roles; a role that the service account may not read is left out."""
-        counts, refused = {}, {}
+        counts, refused = {}, []
         for role in self._names:
             try:
                 counts[role] = self.replicas(role)
             except Refusal as refusal:
-                refused[role] = str(refusal)
-        self._counts, self._refused, self._error = counts, refused, ""
+                refused.append(str(refusal))
+        self._counts, self._reason = counts, "; ".join(refused)
 
     def _follow(self) -> None:
         while not self._stop.is_set():
             try:
                 self.refresh()
             except TidemillError as error:
-                if str(error) != self._error:
+                if str(error) != self._reason:
                     log.warning("cannot look at the Deployments", error=str(error))
-                self._counts, self._error = {}, str(error)
+                self._counts, self._reason = {}, str(error)
             self._stop.wait(EVERY_S)
 
     def _ask(self, method: str, role: str, body: Any = None) -> Any:
@@ -142,9 +130,8 @@ class Deployments:
         try:
             return (self._account / name).read_text(encoding="utf-8").strip()
         except OSError as error:
-            raise InfraError(
-                f"cannot read the service account's {name} in {self._account}: {error.strerror}"
-            ) from error
+            text = f"cannot read the service account's {name} in {self._account}: {error.strerror}"
+            raise InfraError(text) from error
 
 
 def _count(scale: Any) -> int:
@@ -157,16 +144,14 @@ def _count(scale: Any) -> int:
 
 def _refusal(status: int, name: str, namespace: str, method: str) -> TidemillError:
     """Turn an HTTP error of the API server into one of ours, which says what to do."""
+    which = f"Deployment {name} in namespace {namespace}"
     if status in (401, 403):
         verb = "look at" if method == "GET" else "scale"
         return Refusal(
             409,
-            f"Kubernetes does not let the control plane {verb} Deployment {name} in namespace {namespace}: its Role"
-            " (deploy/kubernetes/run/control.yaml) names those that it may; one with an autoscaler is the autoscaler's",
+            f"Kubernetes does not let the control plane {verb} {which}: its Role (deploy/kubernetes/run/control.yaml)"
+            " names those that it may; one with an autoscaler is the autoscaler's",
         )
     if status == 404:
-        return Refusal(
-            409,
-            f"there is no Deployment {name} in namespace {namespace}: control.deployments says how a role's is called",
-        )
-    return InfraError(f"the Kubernetes API server answered {status} for Deployment {name} in namespace {namespace}")
+        return Refusal(409, f"there is no {which}: control.deployments says how a role's is called")
+    return InfraError(f"the Kubernetes API server answered {status} for {which}")

@@ -10,7 +10,7 @@ import structlog
 from broker.client import Broker
 from broker.flow.run_control import ControlState
 from broker.telemetry.events import StoredEvent
-from deploy.control_plane.status.collector import Collector, PlannedRun, evaluation
+from deploy.control_plane.status.collector import Collector, PlannedRun
 from deploy.control_plane.status.kubernetes import Deployments
 from deploy.control_plane.status.prometheus import render
 from deploy.control_plane.status.series import STEPS_KEPT, ThroughputSeries
@@ -28,9 +28,8 @@ log = structlog.get_logger()
 class StatusPoller:
     """Poller of a run's status in two threads: one reads the status, one follows the timeline.
 
-    on_status, on_metrics and on_events are called from them with what is new. ``latest`` is the newest status.
-    ``control``, ``evaluations`` and ``rewards`` belong to it. These attributes never wait for the broker; ``refresh``,
-    ``history``, ``throughput`` and ``metrics`` may wait as long as a look takes.
+    They call on_status, on_metrics and on_events with what is new. ``latest`` is the newest status, to which
+    ``control``, ``evaluations`` and ``rewards`` belong; attributes never wait for the broker, methods may.
     """
 
     def __init__(
@@ -47,9 +46,8 @@ class StatusPoller:
         every_s: pause between two looks, and how long the end may wait for a read of the timeline.
         """
         self._broker = broker
-        self._deployments = deployments
+        self.deployments = deployments
         self._every_s = every_s
-        self._has_accuracy = plan.has_accuracy
         self._collector = Collector(broker, plan, measure_memory, keep_steps)
         self._pace = ThroughputSeries()
         self._lock = threading.Lock()
@@ -80,16 +78,16 @@ class StatusPoller:
     def start(self) -> None:
         for thread in self._threads:
             thread.start()
-        if self._deployments is not None:
-            self._deployments.start()
+        if self.deployments is not None:
+            self.deployments.start()
 
     def stop(self) -> None:
         """End the threads; they are daemons and may hang on a broker that is gone."""
         self._stop.set()
         for thread in self._threads:
             thread.join(2.0)
-        if self._deployments is not None:
-            self._deployments.stop()
+        if self.deployments is not None:
+            self.deployments.stop()
 
     @property
     def latest(self) -> RunStatus:
@@ -108,15 +106,14 @@ class StatusPoller:
     def refresh(self) -> RunStatus:
         """Read the status now, from any thread; InfraError when the broker does not answer."""
         with self._lock:
-            steps = len(self._collector.history.steps)
-            last = self._collector.history.steps[-1] if steps else -1
+            last = next(reversed(self._collector.history.steps), -1)
             status = self._collector.read()
-            if self._deployments is not None and not status.scaling.possible:
-                status = status.model_copy(update={"scaling": self._deployments.scaling})
+            if self.deployments is not None and not status.scaling.possible:
+                status = status.model_copy(update={"scaling": self.deployments.scaling})
             new = self._collector.history.since(last, EVENTS_AT_ONCE)
             self._pace.add(status)
             self.control = self._collector.control
-            self.evaluations = [evaluation(result, self._has_accuracy) for result in self._collector.evaluations]
+            self.evaluations = self._collector.evaluations
             self.rewards = self._collector.history.last("reward/mean", REWARDS)
             self._keep(status)
             self.error, self.started = "", True

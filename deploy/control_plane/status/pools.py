@@ -17,15 +17,10 @@ def pool_statuses(
         live = [one for one in services if one.role == "generator" and one.pool == name and one.live]
         gaps, count = history.last(f"pool/{name}/gap", steps), sum(tokens[name])
         weighted = sum(gap * of for gap, of in zip(gaps, tokens[name], strict=False))
-        found.append(
-            PoolStatus(
-                name=name,
-                generators=len(live),
-                tokens_per_s=round(sum(one.tokens_per_s for one in live), 1),
-                trained_share=count / trained if trained else None,
-                logprob_gap=weighted / count if count else None,
-            )
-        )
+        speed, share = round(sum(one.tokens_per_s for one in live), 1), count / trained if trained else None
+        gap = weighted / count if count else None
+        pool = PoolStatus(name=name, generators=len(live), tokens_per_s=speed, trained_share=share, logprob_gap=gap)
+        found.append(pool)
     return found
 
 

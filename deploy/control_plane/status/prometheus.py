@@ -6,7 +6,7 @@ from importlib.metadata import version
 from statistics import fmean
 from typing import get_args
 
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import generate_latest
 from prometheus_client.core import (
     CounterMetricFamily,
     GaugeMetricFamily,
@@ -171,9 +171,7 @@ class StatusMetrics(Collector):
 
 def render(status: RunStatus, answers: bool, ages: dict[int, int], times: dict[str, float]) -> bytes:
     """Return the page that Prometheus reads."""
-    registry = CollectorRegistry(auto_describe=False)
-    registry.register(StatusMetrics(status, answers, ages, times))
-    return generate_latest(registry)
+    return generate_latest(StatusMetrics(status, answers, ages, times))
 
 
 def _gauge(name: str, text: str, value: float) -> Metric:
@@ -181,11 +179,11 @@ def _gauge(name: str, text: str, value: float) -> Metric:
 
 
 def _counter(name: str, text: str, value: float) -> Metric:
-    return CounterMetricFamily(f"tidemill_{name.removesuffix('_total')}", text, value=float(value))
+    return CounterMetricFamily(f"tidemill_{name}", text, value=float(value))
 
 
 def _counters(name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:
-    family = CounterMetricFamily(f"tidemill_{name.removesuffix('_total')}", text, labels=[label])
+    family = CounterMetricFamily(f"tidemill_{name}", text, labels=[label])
     for key, value in values.items():
         family.add_metric([key], float(value))
     return family

@@ -1,6 +1,6 @@
 """The state of a run and of its pause: pure functions of what the broker and the services report."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from broker.flow.ledger import LedgerState
 from broker.flow.run_control import ControlState
@@ -19,9 +19,18 @@ UNDER_WAY = ("tasks", "eval_tasks", "trajectories")
 """Streams that a drain empties; what is scored waits for a full batch."""
 
 
+PIPELINE = ("trainer", "generator", "reward", "feeder")
+
+
 def is_live(beat: Heartbeat, now: float) -> bool:
     """Return whether a service has a recent heartbeat; ``now`` is the broker's clock, Unix seconds."""
     return now - beat.time < LIVE_S
+
+
+def missing_roles(live: Iterable[Heartbeat]) -> list[str]:
+    """Return the roles of the pipeline that no live service has."""
+    roles = {beat.role for beat in live}
+    return [role for role in PIPELINE if role not in roles]
 
 
 def pause_status(
@@ -33,14 +42,8 @@ def pause_status(
     missing = [beat.service for beat in live if beat.acknowledged.get("pause") != orders.pause_id]
     if orders.pause == "drain":
         missing += [lag.name for lag in lags if lag.name in UNDER_WAY and lag.waiting + lag.pending]
-    return PauseStatus(
-        mode=orders.pause,
-        id=orders.pause_id,
-        by=orders.by,
-        since=orders.since or None,
-        done=orders.pause != "none" and not missing,
-        waiting_for=missing,
-    )
+    done, since = orders.pause != "none" and not missing, orders.since or None
+    return PauseStatus.of(orders, mode=orders.pause, id=orders.pause_id, since=since, done=done, waiting_for=missing)
 
 
 def run_state(ledger: LedgerState, pause: PauseStatus, beats: Sequence[Heartbeat], now: float) -> tuple[RunState, str]:
@@ -50,12 +53,11 @@ def run_state(ledger: LedgerState, pause: PauseStatus, beats: Sequence[Heartbeat
         return ledger.state, ledger.cause  # type: ignore[return-value]
     if "supervisor" in live and live["supervisor"].state == "stopping":
         return "stopping", "services are being stopped in order"
+    if pause.done:
+        return "paused", ""
     if pause.mode != "none":
-        if pause.done:
-            return "paused", ""
-        waiting = ", ".join(pause.waiting_for)
-        return ("draining" if pause.mode == "drain" else "pausing"), f"waiting for {waiting}"
-    missing = [role for role in ("trainer", "generator", "reward", "feeder") if role not in live]
+        return ("draining" if pause.mode == "drain" else "pausing"), f"waiting for {', '.join(pause.waiting_for)}"
+    missing = missing_roles(live.values())
     cause = f"no heartbeat of any {' or '.join(missing)}" if missing else ""
     if not ledger.leader_term:
         return "starting", cause or "the trainer has not begun"

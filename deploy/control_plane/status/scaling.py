@@ -14,23 +14,19 @@ NO_SUPERVISOR = "no supervisor of this run is running (`tidemill up` did not sta
 
 
 def scaling(
-    orders: ControlState, services: Sequence[ServiceStatus], hint: str = "", pools: Sequence[str] = ()
+    orders: ControlState, services: Sequence[ServiceStatus], hint: str, pools: Sequence[str], max_devices: int | None
 ) -> Scaling:
     """Return whether an order can change the number of replicas, and how many there are to be."""
     live = [service for service in services if service.live]
-    possible = any(service.role == "supervisor" for service in live)
-    refusal = NO_SUPERVISOR + scale_command(hint, "generator", "N")
+    if not any(service.role == "supervisor" for service in live):
+        refusal = NO_SUPERVISOR + scale_command(hint, "generator", "N")
+        return Scaling(possible=False, by="nobody", replicas={}, refusal=refusal, max_devices=max_devices)
     alive = Counter(scaled_role(service.role, service.pool) for service in live if service.role in SCALABLE)
     replicas = {}
     for kind in [*(scaled_role("generator", pool) for pool in pools or [""]), "reward"]:
         wanted = [orders.replicas[name] for name in {kind, *machines(kind, services)} if name in orders.replicas]
         replicas[kind] = sum(wanted) if wanted else alive[kind]
-    return Scaling(
-        possible=possible,
-        by="supervisor" if possible else "nobody",
-        replicas=replicas if possible else {},
-        refusal="" if possible else refusal,
-    )
+    return Scaling(possible=True, by="supervisor", replicas=replicas, refusal="", max_devices=max_devices)
 
 
 def machines(kind: str, services: Sequence[ServiceStatus]) -> dict[str, int]:

@@ -1,7 +1,4 @@
-"""Time series that the control plane keeps in memory, so that a page that is opened shows what came before.
-
-Step metrics as columns, rates of growing counts over the last seconds, and tokens a second of the last minutes.
-"""
+"""Series in memory for pages that open later: metrics by step, rates of counts, tokens a second of the last minutes."""
 
 import math
 from array import array
@@ -87,13 +84,12 @@ class MetricsSeries:
             for name, column in sorted(self._columns.items())
             if names is None or name in names
         }
-        return MetricsHistory(
-            step=self.steps[part],
-            series=series,
-            staleness=self.histograms[part],
-            names=self.names,
-            next=None if following is None else str(following),
+        steps, staleness, cursor = (
+            self.steps[part],
+            self.histograms[part],
+            None if following is None else str(following),
         )
+        return MetricsHistory(step=steps, series=series, staleness=staleness, names=self.names, next=cursor)
 
 
 def _figures(line: dict[str, Any]) -> Iterator[tuple[str, float]]:
@@ -151,9 +147,5 @@ class ThroughputSeries:
 
     def history(self) -> ThroughputHistory:
         """Return all points as columns, oldest first."""
-        points = list(self._points)
-        return ThroughputHistory(
-            time=[point[0] for point in points],
-            generated_tokens=[point[1] for point in points],
-            trained_tokens=[point[2] for point in points],
-        )
+        time, generated, trained = ([point[column] for point in self._points] for column in range(3))
+        return ThroughputHistory(time=time, generated_tokens=generated, trained_tokens=trained)

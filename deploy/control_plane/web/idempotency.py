@@ -1,7 +1,6 @@
 """Orders that are asked for twice with the same ``Idempotency-Key`` are done once: the second gets the first's answer.
 
-A client whose connection broke can so ask again without thinking. Answers are kept for a day, in this process: after a
-restart of the control plane a key is new again.
+So a client whose connection broke can ask again. Answers are kept for a day, until this process ends.
 """
 
 import hashlib
@@ -11,6 +10,7 @@ from collections.abc import MutableMapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from deploy.control_plane.web.problems import problem
@@ -51,8 +51,9 @@ class Idempotency:
             return await self._app(scope, receive, send)
         if len(key) > LONGEST:
             return await problem(422, f"{HEADER} may have {LONGEST} bytes", scope["path"])(scope, receive, send)
-        body = await _read(receive)
-        if body is None:
+        try:
+            body = await Request(scope, receive).body()
+        except ClientDisconnect:
             return
         place = (key, str((scope.get("client") or ("",))[0]))
         request = f"{scope['method']} {scope['path']}?{scope['query_string']!r}".encode() + body
@@ -104,15 +105,3 @@ class Idempotency:
         now = time.monotonic()
         while self._kept and (len(self._kept) >= MOST or now - next(iter(self._kept.values())).time > KEPT_S):
             self._kept.popitem(last=False)
-
-
-async def _read(receive: Receive) -> bytes | None:
-    """Return the whole body; None when the client has gone."""
-    body = b""
-    while True:
-        message = await receive()
-        if message["type"] != "http.request":
-            return None
-        body += bytes(message.get("body", b""))
-        if not message.get("more_body"):
-            return body

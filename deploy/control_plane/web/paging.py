@@ -23,16 +23,11 @@ Place = tuple[float, str]
 
 @dataclass(frozen=True)
 class Page:
-    """The part of a list that is asked for. cursor: ``next`` of the page before; None: the first page."""
+    """The part of a list that is asked for. cursor: of the page before; None: the first. newest: from these back."""
 
     limit: int
     cursor: str | None = None
-    order: Order = "oldest"
-
-    @property
-    def newest(self) -> bool:
-        """Whether it goes from the newest back."""
-        return self.order == "newest"
+    newest: bool = False
 
     def number(self) -> int | None:
         """Return the cursor as a whole number; Refusal if it is not one."""
@@ -52,6 +47,13 @@ class Page:
 def wrong(cursor: str) -> Refusal:
     """Return the refusal of a cursor that no page has given."""
     return Refusal(422, f"cursor {cursor!r} is not one of this list: use `next` of the previous page")
+
+
+def is_between(low: float | None, value: float | None, high: float | None) -> bool:
+    """Return whether a value is within its bounds; None bounds nothing, and an unknown value is within no bounds."""
+    if value is None:
+        return low is None and high is None
+    return (low is None or value >= low) and (high is None or value <= high)
 
 
 def cut(items: Sequence[Item], place: Callable[[Item], Place], page: Page) -> tuple[list[Item], str | None]:

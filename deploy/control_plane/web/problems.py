@@ -33,43 +33,31 @@ KINDS: dict[int, str] = {
 
 def problem(status: int, detail: str, instance: str, headers: dict[str, str] | None = None) -> Response:
     """Return the answer for one problem."""
-    body = Problem(
-        type=f"urn:tidemill:problem:{KINDS.get(status, 'error')}",
-        title=HTTPStatus(status).phrase,
-        status=status,
-        detail=detail,
-        instance=instance,
-    )
+    kind, title = f"urn:tidemill:problem:{KINDS.get(status, 'error')}", HTTPStatus(status).phrase
+    body = Problem(type=kind, title=title, status=status, detail=detail, instance=instance)
     return Response(body.model_dump_json(), status, headers, MEDIA_TYPE)
 
 
 def install(app: FastAPI) -> None:
     """Answer every error of the app in this form."""
 
-    async def refused(request: Request, error: Exception) -> Response:
-        return problem(status_of(error), " ".join(str(error).split()), request.url.path)
+    async def answer(request: Request, error: Exception) -> Response:
+        detail, headers = " ".join(str(error).split()), None
+        match error:
+            case HTTPException():
+                status, detail, headers = error.status_code, str(error.detail), dict(error.headers or {})
+            case RequestValidationError():
+                status, detail = 422, "; ".join(_line(item) for item in error.errors())
+            case Refusal():
+                status = error.status
+            case DataError():
+                status = 404
+            case _:
+                status = 409 if isinstance(error, ConfigError | RefusedError) else 503
+        return problem(status, detail, request.url.path, headers)
 
-    async def http(request: Request, error: Exception) -> Response:
-        assert isinstance(error, HTTPException)
-        return problem(error.status_code, str(error.detail), request.url.path, dict(error.headers or {}))
-
-    async def invalid(request: Request, error: Exception) -> Response:
-        assert isinstance(error, RequestValidationError)
-        return problem(422, "; ".join(_line(item) for item in error.errors()), request.url.path)
-
-    app.add_exception_handler(TidemillError, refused)
-    app.add_exception_handler(redis.RedisError, refused)
-    app.add_exception_handler(HTTPException, http)
-    app.add_exception_handler(RequestValidationError, invalid)
-
-
-def status_of(error: Exception) -> int:
-    """Return the HTTP status for one of our own errors."""
-    if isinstance(error, Refusal):
-        return error.status
-    if isinstance(error, DataError):
-        return 404
-    return 409 if isinstance(error, ConfigError | RefusedError) else 503
+    for kind in (TidemillError, redis.RedisError, HTTPException, RequestValidationError):
+        app.add_exception_handler(kind, answer)
 
 
 def _line(item: Any) -> str:

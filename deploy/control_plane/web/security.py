@@ -57,10 +57,7 @@ def is_conversation(path: str) -> bool:
 
 
 class ProxyUsers:
-    """ASGI middleware: who asks is whom a trusted proxy names in ``header``; no one else is believed.
-
-    The name reaches the app in BY_HEADER, from which it is recorded with an order.
-    """
+    """ASGI middleware: who asks, in BY_HEADER, is whom a trusted proxy names in ``header``; no one else is believed."""
 
     def __init__(self, app: Any, header: str, proxies: Sequence[IPv4Network | IPv6Network]) -> None:
         self._app: ASGIApp = app
@@ -108,10 +105,7 @@ class Buckets:
 
 
 class RequestGuard:
-    """ASGI middleware. token: None only on loopback. hosts: names that requests without a token may use.
-
-    read_token: allows reading, but no orders.
-    """
+    """ASGI middleware. token: None only on loopback. hosts: of requests without a token. read_token: for no orders."""
 
     def __init__(
         self,
@@ -132,14 +126,13 @@ class RequestGuard:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        headers = {name: value for name, value in scope["headers"]}
-        refusal = self._refusal(scope, headers)
+        refusal = self._refusal(scope, dict(scope["headers"]))
         answer = _with_headers(send, scope["path"])
         if refusal is not None:
             status, detail, extra = refusal
             await problem(status, detail, scope["path"], extra)(scope, receive, answer)
             return
-        await self._app(scope, _Limited(receive), answer)
+        await self._app(scope, _limited(receive), answer)
 
     def _refusal(self, scope: Scope, headers: dict[bytes, bytes]) -> Denial | None:
         path, method = scope["path"], scope["method"]
@@ -184,20 +177,18 @@ class RequestGuard:
         return None
 
 
-class _Limited:
-    """A body that ends early, as if the client had gone, when it is longer than allowed (chunked, without length)."""
+def _limited(receive: Receive) -> Receive:
+    """Let a body that is longer than allowed (chunked, without length) end early, as if the client had gone."""
+    left = MAX_BODY_BYTES
 
-    def __init__(self, receive: Receive) -> None:
-        self._receive = receive
-        self._left = MAX_BODY_BYTES
-
-    async def __call__(self) -> Message:
-        message = await self._receive()
+    async def read() -> Message:
+        nonlocal left
+        message = await receive()
         if message["type"] == "http.request":
-            self._left -= len(message.get("body", b""))
-            if self._left < 0:
-                return {"type": "http.disconnect"}
-        return message
+            left -= len(message.get("body", b""))
+        return message if left >= 0 else {"type": "http.disconnect"}
+
+    return read
 
 
 def _with_headers(send: Send, path: str) -> Send:

@@ -21,16 +21,7 @@ RETRY_MS = 2000
 
 def timeline_event(noted: StoredEvent) -> TimelineEvent:
     """Return an event as the API shows it."""
-    event = noted.event
-    return TimelineEvent(
-        id=noted.id,
-        time=noted.time,
-        name=event.name,
-        service=event.service,
-        level=event.level,
-        text=event.text,
-        data=event.data,
-    )
+    return TimelineEvent.of(noted, noted.event)
 
 
 def frame(name: str, data: bytes, id: str = "") -> bytes:
@@ -78,8 +69,7 @@ class Hub:
     def status(self, body: bytes) -> None:
         """A new status, as JSON."""
         self._status, self._status_number = frame("status", body), self._status_number + 1
-        for page in self._pages:
-            page.wake.set()
+        self._wake()
 
     def metrics(self, lines: MetricsHistory) -> None:
         """New steps."""
@@ -93,8 +83,7 @@ class Hub:
     def close(self) -> None:
         """End every connection, because the server ends."""
         self._closed = True
-        for page in self._pages:
-            page.wake.set()
+        self._wake()
 
     def _push(self, id: str, data: bytes) -> None:
         for page in self._pages:
@@ -102,6 +91,10 @@ class Hub:
                 page.overrun = True
             else:
                 page.frames.append((id, data))
+        self._wake()
+
+    def _wake(self) -> None:
+        for page in self._pages:
             page.wake.set()
 
     def open(self) -> EventStream:

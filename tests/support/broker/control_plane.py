@@ -65,7 +65,7 @@ class ControlPlane:
         self.url = f"http://127.0.0.1:{self.socket.getsockname()[1]}"
         plan = PlannedRun.of(config)
         poller = StatusPoller(broker, plan, deployments, every_s=EVERY_S)
-        app = make_app(Context(plan, "control", broker, poller, hub, deployments), token, read_token=reader)
+        app = make_app(Context(plan, "control", broker, poller, hub), token, read_token=reader)
         self.server = uvicorn.Server(server_settings(app, config.control))
         self.hub = hub
         self.thread = threading.Thread(target=self.server.run, args=([self.socket],), daemon=True)

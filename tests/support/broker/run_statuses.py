@@ -34,5 +34,5 @@ def make_status() -> RunStatus:
     collector = Collector(None, PlannedRun("run"))  # type: ignore[arg-type]
     collector.history.add({"step": 3, "reward/mean": 0.5})
     collector._memory = 1000
-    found = collector._status(LEDGER, lags, [], [], 100.0)
+    found = collector._status(LEDGER, lags, [], 100.0)
     return found.model_copy(update={"evaluation": None})

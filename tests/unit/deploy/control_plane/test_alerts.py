@@ -67,11 +67,11 @@ def test_a_run_without_a_step_is_stuck_once_and_then_goes_on() -> None:
     rules = AlertRules(stuck_s=100)
     assert rules.observe(status(step=3), 0.0) == []
     assert rules.observe(status(step=3), 99.0) == []
-    (fired,) = rules.observe(status(step=3), 101.0)
-    assert (fired.fired, fired.alert.name, fired.alert.level) == (True, "no_progress", "error")
+    ((alert, fired),) = rules.observe(status(step=3), 101.0)
+    assert (fired, alert.name, alert.level) == (True, "no_progress", "error")
     assert rules.observe(status(step=3), 200.0) == []
-    (over,) = rules.observe(status(step=4), 201.0)
-    assert (over.fired, over.alert.name) == (False, "no_progress")
+    ((alert, fired),) = rules.observe(status(step=4), 201.0)
+    assert (fired, alert.name) == (False, "no_progress")
 
 
 def test_a_paused_run_is_not_stuck() -> None:
@@ -99,7 +99,7 @@ def test_a_condition_that_holds_long_enough_is_an_alert(changes: dict[str, Any],
     if after_s:
         assert rules.observe(status(**changes), 1.0) == []
         assert rules.observe(status(**changes), after_s) == []
-    assert [change.alert.name for change in rules.observe(status(**changes), 1.0 + after_s)] == [name]
+    assert [alert.name for alert, _ in rules.observe(status(**changes), 1.0 + after_s)] == [name]
 
 
 def test_use_and_alerts_are_in_the_runs_folder(tmp_path: Path) -> None:

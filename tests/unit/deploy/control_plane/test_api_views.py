@@ -16,12 +16,12 @@ from deploy.control_plane.routes.context import Context
 from deploy.control_plane.routes.conversation import spoken_messages
 from deploy.control_plane.routes.dead_letters import payload
 from deploy.control_plane.routes.decoding import pieces
-from deploy.control_plane.routes.trajectories import detail, head
+from deploy.control_plane.routes.trajectories import detail, trajectory_as
 from deploy.control_plane.status.collector import PlannedRun
 from deploy.control_plane.status.poller import StatusPoller
 from deploy.control_plane.status.series import POINTS_KEPT, SERIES_KEPT, MetricsSeries, ThroughputSeries
 from deploy.control_plane.web.sse import MAX_PAGES, Hub
-from schemas.control_api.trajectories import Trajectories
+from schemas.control_api.trajectories import Trajectories, TrajectoryHead
 from schemas.messages import Segment, Turn
 from tests.support.broker.run_statuses import make_status
 from tests.support.configurations import minimal_config
@@ -156,7 +156,7 @@ def test_an_episode_of_several_rows_is_shown_with_what_its_turns_earned(capsys: 
         data={"messages": CONVERSATION},
     )
     seen = StoredTrajectory(episode, None, "generated", 0.0)
-    listed = head(seen)
+    listed = trajectory_as(TrajectoryHead, seen)
     assert (listed.finish, listed.calls, listed.rows) == ("deadline", 2, 2)
     shown = detail(seen, None)
     assert [(s.start, s.end, s.parent, s.shared, s.name) for s in shown.segments] == [
@@ -170,7 +170,8 @@ def test_an_episode_of_several_rows_is_shown_with_what_its_turns_earned(capsys: 
     assert "finish deadline, 2 model calls in 2 rows" in printed
     assert 'reasoning: It is a product.\ncalls: calculator({"a": 37})\nresult: 3108\n' in printed
     assert "user: 37*84[image_url]\n" in printed
-    for one, said in ((listed, True), (head(StoredTrajectory(make_trajectory(), None, "generated", 0.0)), False)):
+    plain = trajectory_as(TrajectoryHead, StoredTrajectory(make_trajectory(), None, "generated", 0.0))
+    for one, said in ((listed, True), (plain, False)):
         print_trajectories(Trajectories(trajectories=[one], examined=1, complete=True))
         assert (" 2/2 " in capsys.readouterr().out) == said
 

@@ -37,7 +37,7 @@ def status(beats: list[Heartbeat], **planned: tuple[str, ...]) -> RunStatus:
                 "pool/old/tokens": 20.0,
             }
         )
-    return collector._status(LEDGER, LAGS, beats, [], 100.0)
+    return collector._status(LEDGER, LAGS, beats, 100.0)
 
 
 BEATS = [
@@ -69,7 +69,7 @@ def test_an_order_names_the_pool_and_without_pools_all_is_as_it_was() -> None:
     collector = Collector(None, PlannedRun("run"))  # type: ignore[arg-type]
     orders = ControlState(replicas={"generator.old": 3, "generator": 7})
     ledger = LEDGER.__class__(**{**vars(LEDGER), "control": orders})
-    assert collector._status(ledger, LAGS, BEATS, [], 100.0).scaling.replicas == {
+    assert collector._status(ledger, LAGS, BEATS, 100.0).scaling.replicas == {
         "generator.fast": 2,
         "generator.old": 3,
         "reward": 1,
@@ -83,7 +83,7 @@ def test_what_is_ordered_from_machines_that_are_here_is_counted_and_not_from_oth
     nodes = [beat(f"node-{name}", "", role="node", at=at) for name, at in (("a", 100.0), ("b", 100.0), ("lost", 1.0))]
     for node in nodes:
         node.figures["room:generator.fast"] = 9.0
-    found = collector._status(ledger, LAGS, [*BEATS, *nodes], [], 100.0)
+    found = collector._status(ledger, LAGS, [*BEATS, *nodes], 100.0)
     assert found.scaling.replicas == {"generator.fast": 5, "generator.old": 1, "reward": 1}
 
 
@@ -105,7 +105,7 @@ def test_each_generator_has_its_newest_distance_from_the_trainer_and_prometheus_
     for step, far in ((1, 0.9), (2, 0.2)):
         near = {f"mismatch/generator-old-0/{name}": 0.01 for name in ("gap", "kl")}
         collector.history.add({"step": step, "mismatch/generator-fast-0/gap": far, **near})
-    found = collector._status(LEDGER, LAGS, BEATS, [], 100.0)
+    found = collector._status(LEDGER, LAGS, BEATS, 100.0)
     shown = {one.name: one.figures for one in found.services}
     assert shown["generator-fast-0"]["mismatch_gap"] == 0.2
     assert (shown["generator-old-0"]["mismatch_gap"], shown["generator-old-0"]["mismatch_kl"]) == (0.01, 0.01)
@@ -137,8 +137,8 @@ def test_generators_of_a_pool_with_different_drivers_are_reported() -> None:
     found = status([*beats, beat("generator-fast-5", "fast")])
     # generator-fast-2 has been silent for long.
     text = "generators of pool fast differ: driver 570.10 (generator-fast-0), 580.95 (generator-fast-1"
-    (alert,) = (one for one in AlertRules(900.0).observe(found, 100.0) if one.alert.name == "unequal_generators")
-    assert (alert.alert.level, alert.alert.text) == ("warning", f"{text} and 2 more)")
+    (alert,) = (one for one, _ in AlertRules(900.0).observe(found, 100.0) if one.name == "unequal_generators")
+    assert (alert.level, alert.text) == ("warning", f"{text} and 2 more)")
     assert dict(rows(found))["unequal"] == f"{text} and 2 more)"
     same = [msgspec.structs.replace(one, software=software["generator-fast-0"]) for one in BEATS]
     assert "unequal" not in dict(rows(status(same)))

@@ -18,7 +18,7 @@ from deploy.control_plane.files.groups import Sort, Wanted
 from deploy.control_plane.files.lines import GrowingFile
 from deploy.control_plane.files.logs import list_logs, read_log
 from deploy.control_plane.files.run_folder import RunFolder, mask
-from deploy.control_plane.web.paging import Order, Page
+from deploy.control_plane.web.paging import Page
 from deploy.control_plane.web.refusal import Refusal
 from tests.support.runs.run_folders import group_line, make_run, metrics_line
 
@@ -45,14 +45,14 @@ def test_steps_that_an_order_changed_are_listed_as_ordered(tmp_path: Path) -> No
         assert head.steps == steps
 
 
-@pytest.mark.parametrize("order", get_args(Order))
-def test_each_run_is_listed_once_while_runs_change(tmp_path: Path, order: Order) -> None:
+@pytest.mark.parametrize("order", ["oldest", "newest"])
+def test_each_run_is_listed_once_while_runs_change(tmp_path: Path, order: str) -> None:
     names = [f"run-{number}" for number in range(5)]
     for name in names:
         make_run(tmp_path / name)
     archive, listed, cursor = Archive(tmp_path), list[str](), None
     for page in range(9):
-        found = archive.runs(Page(1, cursor, order))
+        found = archive.runs(Page(1, cursor, order == "newest"))
         listed += [head.name for head in found.runs]
         cursor = found.next
         if cursor is None:
@@ -307,8 +307,8 @@ def test_no_other_file_is_read_as_a_log(tmp_path: Path, service: str) -> None:
 @pytest.mark.parametrize("name", ["..", "nobody", "", "/etc"])
 def test_no_other_folder_is_read_as_a_run(tmp_path: Path, name: str) -> None:
     make_run(tmp_path / "runs" / "run")
-    with pytest.raises(Refusal, match="no run"), Archive(tmp_path / "runs").open(name):
-        pass
+    with pytest.raises(Refusal, match="no run"):
+        Archive(tmp_path / "runs").find(name)
 
 
 def test_secrets_are_masked_and_what_was_changed_is_told(tmp_path: Path) -> None:
