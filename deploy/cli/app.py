@@ -1,18 +1,12 @@
-"""The ``tidemill`` command.
-
-A wrong configuration is one line on stderr and exit code 2. Heavy modules are imported by the commands that need them,
-so ``tidemill --help`` answers at once.
-"""
-
-from __future__ import annotations
+"""The ``tidemill`` command. Commands import heavy modules themselves, so that ``tidemill --help`` answers at once."""
 
 import errno
 import os
 import sys
-from importlib.metadata import entry_points
+from importlib.metadata import entry_points, version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -41,10 +35,6 @@ from schemas.errors import (
     first_error,
 )
 
-if TYPE_CHECKING:
-    from deploy.checks.finding import Finding
-    from deploy.services.torchrun import Machines
-
 SERVICE_COMMANDS = (["feeder"], ["generator"], ["reward"], ["trainer"], ["control"])
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
 """Errors of a disk, which are not errors of the user's."""
@@ -69,15 +59,13 @@ for _command in entry_points(group="tidemill.commands"):
 
 def _version(wanted: bool) -> None:
     if wanted:
-        from importlib.metadata import version
-
         typer.echo(f"tidemill {version('tidemill')}")
         raise typer.Exit
 
 
 @app.callback()
 def options(
-    version: Annotated[
+    show: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
@@ -92,9 +80,7 @@ def doctor(
     step_s: Annotated[
         float | None,
         typer.Option(
-            "--step-s",
-            min=0.001,
-            help="Seconds of a training step, to check agents' deadlines; default: as the run measured.",
+            min=1e-3, help="Seconds of a training step, to check agents' deadlines; default: as the run measured."
         ),
     ] = None,
     ranks: Annotated[
@@ -119,25 +105,19 @@ def doctor(
         loaded = load(config, overrides)
         findings = check_gpu(config, overrides or [], loaded, len(find_gpus()) or loaded.trainer.processes)
     elif ranks:
-        findings = _check_ranks(config, overrides or [], as_json, machines_of(nodes, node_rank, meet))
+        if config is None:
+            raise ConfigError("--ranks needs a configuration, for trainer.processes and run.folder")
+        loaded, machines = load(config, overrides), machines_of(nodes, node_rank, meet)
+        in_ranks(loaded, ["doctor", str(config), *(overrides or []), "--ranks"], as_json, machines=machines)
+        from deploy.doctor.ranks import check_ranks
+
+        if (compared := check_ranks(loaded)) is None:
+            raise typer.Exit(OK_EXIT)
+        findings = compared
     else:
         findings = diagnose(config, overrides or [], step_s)
     print_findings(findings, as_json)
     raise typer.Exit(CONFIG_EXIT if any(finding.level == "fail" for finding in findings) else OK_EXIT)
-
-
-def _check_ranks(file: Path | None, overrides: list[str], as_json: bool, machines: Machines | None) -> list[Finding]:
-    """Check the trainer's ranks; exits where there is nothing to print."""
-    if file is None:
-        raise ConfigError("--ranks needs a configuration, for trainer.processes and run.folder")
-    config = load(file, overrides)
-    in_ranks(config, ["doctor", str(file), *overrides, "--ranks"], as_json, machines=machines)
-    from deploy.doctor.ranks import check_ranks
-
-    findings = check_ranks(config)
-    if findings is None:
-        raise typer.Exit(OK_EXIT)
-    return findings
 
 
 def main() -> None:

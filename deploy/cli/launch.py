@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -43,8 +43,7 @@ def init(
     if as_json:
         print_json({"files": [str(file) for file in files]})
         return
-    for file in files:
-        print(file)
+    print(*files, sep="\n")
     config = shlex.quote(str(folder / "config.yaml"))
     print(f"next: tidemill doctor {config}, then tidemill up {config}")
 
@@ -72,9 +71,7 @@ def slurm(options: SlurmOptions, config: ConfigFile, overrides: Overrides = None
     loaded = load(config, overrides)
     from deploy.launchers.slurm import Slurm
 
-    with result_alone(as_json):
-        scripts = Slurm(**vars(options)).prepare(loaded)
-    _print_files(loaded, "scripts", scripts, as_json)
+    _write_files(Slurm(**vars(options)).prepare, loaded, "scripts", as_json)
 
 
 @app.command(rich_help_panel=RUN)
@@ -86,12 +83,14 @@ def kubernetes(
     loaded = load(config, overrides)
     from deploy.launchers.kubernetes import Kubernetes
 
+    _write_files(Kubernetes(**vars(options)).prepare, loaded, "files", as_json)
+
+
+def _write_files(
+    prepare: Callable[[TidemillConfig], Sequence[Path]], config: TidemillConfig, name: str, as_json: bool
+) -> None:
     with result_alone(as_json):
-        written = Kubernetes(**vars(options)).prepare(loaded)
-    _print_files(loaded, "files", written, as_json)
-
-
-def _print_files(config: TidemillConfig, name: str, files: Sequence[Path], as_json: bool) -> None:
+        files = prepare(config)
     if as_json:
         print_json({"run": config.run.name, name: [str(path) for path in files]})
     else:

@@ -1,8 +1,4 @@
-"""Commands that need no broker.
-
-They train a model (sft, dpo, reward-model), make a configuration (convert, plan), try an agent or a model (agent,
-eval, serve), and read a run's folder (export, batches, replay).
-"""
+"""Commands that need no broker: they train or try a model, make a configuration, or read a run's folder."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -130,15 +126,8 @@ def convert(
         written = move_functions(file, done, out.parent) if file.suffix == ".py" else []
         out.write_text(render(file, name, done), encoding="utf-8")
     if as_json:
-        print_json(
-            {
-                "from": name,
-                "config": done.config,
-                "missing": missing,
-                "notes": done.notes(),
-                "out": None if out is None else str(out),
-            }
-        )
+        shown = {"from": name, "config": done.config, "missing": missing, "notes": done.notes()}
+        print_json({**shown, "out": None if out is None else str(out)})
     elif out is None:
         typer.echo(render(file, name, done), nl=False)
     else:
@@ -318,10 +307,8 @@ def play(
     if as_json:
         print_json(found)
     else:
-        print(
-            f"{found['environment']}, seed {found['seed']}: return {found['return']:g} in {found['steps']} steps,"
-            f" {found['end']} ({found['checkpoint']}): {found['file']}"
-        )
+        played = f"{found['environment']}, seed {found['seed']}: return {found['return']:g} in {found['steps']} steps"
+        print(f"{played}, {found['end']} ({found['checkpoint']}): {found['file']}")
 
 
 @app.command(rich_help_panel=AFTER)

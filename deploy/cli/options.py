@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import json
 import os
 import sys
 from collections.abc import Callable, Collection, Iterator
@@ -50,11 +51,9 @@ Prefix = Annotated[str, typer.Option(help="broker.prefix of the run; a configura
 
 def parse_step(text: str) -> int | str:
     """Parse the value of --step; BadParameter if it is neither a number nor best."""
-    if text == "best":
-        return text
-    if text.isdecimal():
-        return int(text)
-    raise typer.BadParameter(f"{text!r} must be the number of a step, or best")
+    if text != "best" and not text.isdecimal():
+        raise typer.BadParameter(f"{text!r} must be the number of a step, or best")
+    return text if text == "best" else int(text)
 
 
 CheckpointStep = Annotated[
@@ -118,8 +117,6 @@ on_control_plane = functools.partial(with_fields, Target, names=("run", "control
 
 def print_json(found: object) -> None:
     """Print the result of ``--json`` on one line."""
-    import json
-
     print(json.dumps(found, ensure_ascii=False))
 
 
@@ -167,8 +164,7 @@ def in_ranks(
 ) -> None:
     """Run this command in several ranks and exit; return if there is one rank, or this process is a rank.
 
-    as_json: add ``--json``, which the first rank answers. ranks: on this machine, trainer.processes by default.
-    machines: the others that train with this one.
+    as_json: add ``--json``, which the first rank answers. ranks: of this machine. machines: those that train together.
     """
     from deploy.services import torchrun
 

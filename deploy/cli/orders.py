@@ -1,7 +1,4 @@
-"""Orders to a run, through its control plane: pause, resume, drain, checkpoint, evaluate, stop, scale, set.
-
-Exit codes: 0 done, 4 accepted but not done in time, 5 rejected, 1 no control plane answers.
-"""
+"""Orders to a run's control plane. Exit codes: 0 done, 4 accepted but not done in time, 5 rejected, 1 no answer."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any
@@ -9,7 +6,7 @@ from typing import Annotated, Any
 import typer
 
 from deploy.cli.options import WATCH, Target, Wait, on_control_plane, on_run, print_json
-from schemas.errors import NOT_DONE_EXIT, OK_EXIT, ConfigError
+from schemas.errors import NOT_DONE_EXIT, ConfigError
 
 app = typer.Typer()
 
@@ -22,28 +19,28 @@ def pause(
     wait: Wait = 30.0,
 ) -> None:
     """Pause a run: no token is generated and no step is trained until you resume it."""
-    raise typer.Exit(_order(target, "pause", {"mode": "drain" if drain else "freeze", "wait_s": wait}))
+    _order(target, "pause", {"mode": "drain" if drain else "freeze", "wait_s": wait})
 
 
 @app.command(rich_help_panel=WATCH)
 @on_control_plane
 def resume(target: Target, wait: Wait = 30.0) -> None:
     """Resume a paused run."""
-    raise typer.Exit(_order(target, "resume", {"wait_s": wait}))
+    _order(target, "resume", {"wait_s": wait})
 
 
 @app.command(rich_help_panel=WATCH)
 @on_control_plane
 def drain(target: Target, wait: Wait = 300.0) -> None:
     """Stop admitting prompts, finish work in flight and save a checkpoint, so that the services can be shut down."""
-    raise typer.Exit(_order(target, "drain", {"wait_s": wait}))
+    _order(target, "drain", {"wait_s": wait})
 
 
 @app.command(rich_help_panel=WATCH)
 @on_control_plane
 def checkpoint(target: Target, wait: Wait = 60.0) -> None:
     """Save a checkpoint after the current step."""
-    raise typer.Exit(_order(target, "checkpoint", {"wait_s": wait}))
+    _order(target, "checkpoint", {"wait_s": wait})
 
 
 @app.command(rich_help_panel=WATCH)
@@ -55,23 +52,24 @@ def evaluate(
 ) -> None:
     """Evaluate the current weights on the held-out prompts, in addition to scheduled evaluations."""
     body = {"wait_s": wait} | ({} if version is None else {"version": version})
-    raise typer.Exit(_order(target, "evaluations", body, taken_is_done=not wait))
+    _order(target, "evaluations", body, taken_is_done=not wait)
 
 
 @app.command(rich_help_panel=WATCH)
 @on_control_plane
 def stop(target: Target) -> None:
     """Stop a run cleanly. Start it again under the same name to resume."""
-    raise typer.Exit(_order(target, "stop", {}, taken_is_done=True))
+    _order(target, "stop", {}, taken_is_done=True)
 
 
-def _order(target: Target, verb: str, body: Mapping[str, Any], taken_is_done: bool = False) -> int:
-    """Give one order and print the answer; return the exit code."""
+def _order(target: Target, verb: str, body: Mapping[str, Any], taken_is_done: bool = False) -> None:
+    """Give one order and print the answer; exit with code 4 if it is not done in time."""
     from deploy.client.client import connect
 
     answer = connect(target.run, target.control).send("POST", f"/v1/{verb}", body or None, body.get("wait_s", 0.0))
     print_accepted(answer, target.as_json)
-    return OK_EXIT if answer["done"] or taken_is_done else NOT_DONE_EXIT
+    if not (answer["done"] or taken_is_done):
+        raise typer.Exit(NOT_DONE_EXIT)
 
 
 def print_accepted(answer: Mapping[str, Any], as_json: bool) -> None:
@@ -91,16 +89,15 @@ def scale(
     ],
 ) -> None:
     """Change the number of generators or reward services, of `tidemill up` and `tidemill node`, or on Kubernetes."""
-    counts = {}
+    wanted = {}
     # All are checked before the first is ordered.
     for assignment in replicas:
         role, _, count = assignment.partition("=")
-        if role.partition(".")[0] not in ("generator", "reward") or not count.isdigit():
-            raise ConfigError(f"{assignment!r} must look like generator=3, reward=2 or generator.POOL=3")
-        counts[role] = int(count)
-    for role, number in counts.items():
         kind, _, pool = role.partition(".")
-        body = {"role": kind, "replicas": number} | ({"pool": pool} if pool else {})
+        if kind not in ("generator", "reward") or not count.isdigit():
+            raise ConfigError(f"{assignment!r} must look like generator=3, reward=2 or generator.POOL=3")
+        wanted[role] = {"role": kind, "replicas": int(count)} | ({"pool": pool} if pool else {})
+    for body in wanted.values():
         _order(target, "scale", body, taken_is_done=True)
 
 

@@ -1,8 +1,6 @@
-"""Commands on the runs of a broker or a folder: show, logs, config, runs, team, ui, purge.
+"""Commands on the runs of a broker or a folder, on the configuration's JSON schema, and on a broker's users."""
 
-Beside them schema, the configuration's JSON schema for editors, and acl, which creates a broker's users.
-"""
-
+import json
 from pathlib import Path
 from typing import Annotated
 
@@ -54,8 +52,6 @@ def config(
 @app.command(rich_help_panel=RUN)
 def schema() -> None:
     """Print the JSON schema of the configuration, for completion and checks in editors."""
-    import json
-
     from deploy.checks.names import editor_schema
 
     print(json.dumps(editor_schema(), indent=2))

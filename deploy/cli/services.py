@@ -63,12 +63,12 @@ def node(
     name: Annotated[str | None, typer.Option(help="Name of this machine; default: its host name.")] = None,
 ) -> None:
     """Run the generators of one more machine: as many as its GPUs are enough for, or those of its pools."""
-    given = []
+    given = overrides or []
     if broker is not None:
         is_url = "://" in broker
-        given = [f"broker.url={broker if is_url else 'null'}"]
+        given = [*given, f"broker.url={broker if is_url else 'null'}"]
         os.environ.update({"REDIS_URL": "", "REDIS_URL_FILE": "" if is_url else broker})
-    loaded = load(config, [*(overrides or []), *given])
+    loaded = load(config, given)
     from deploy.launchers.node import run_node
 
     raise typer.Exit(run_node(loaded, name))

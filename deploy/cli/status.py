@@ -11,7 +11,7 @@ from deploy.cli.options import WATCH, Target, on_run, print_json
 from schemas.errors import ERROR_EXIT, OK_EXIT
 
 if TYPE_CHECKING:
-    from schemas.control_api.status import RunStatus, ServiceStatus
+    from schemas.control_api.status import RunStatus
 
 app = typer.Typer()
 
@@ -52,8 +52,7 @@ def _print_finished(target: Target) -> bool:
     from deploy.client import find
 
     folder = find.finished_run(target.run)
-    head = folder.head() if folder is not None else None
-    if folder is None or head is None:
+    if folder is None or (head := folder.head()) is None:
         return False
     if target.as_json:
         print_json({**head.model_dump(), "summary": folder.summary})
@@ -80,32 +79,28 @@ def rows(s: RunStatus) -> list[tuple[str, str]]:
 
     ledger = s.ledger
     dropped, failed = sum(ledger.dropped.values()), sum(ledger.failed.values())
-    total = (
-        f"{ledger.admitted} admitted = {ledger.active} active + {ledger.trained} trained"
-        f" + {dropped} dropped + {failed} failed"
-    )
+    begun = f"{ledger.admitted} admitted = {ledger.active} active + {ledger.trained} trained"
     balance = "balanced" if ledger.balanced else "[bold red]NOT BALANCED: slots leak[/]"
-    ended = [f"{count} dropped: {reason}" for reason, count in ledger.dropped.items()]
-    ended += [f"{count} failed: {reason}" for reason, count in ledger.failed.items()]
+    ends = (("dropped", ledger.dropped), ("failed", ledger.failed))
+    ended = [f"{count} {how}: {reason}" for how, reasons in ends for reason, count in reasons.items()]
     tokens = " + ".join(f"{count:,} {how.replace('_', ' ')}" for how, count in sorted(ledger.tokens.items()) if count)
     memory = "unknown memory" if s.memory_bytes is None else find.size(s.memory_bytes)
+    bounds = f"(staleness bound {s.settings.staleness}, batch {s.settings.batch})"
+    services = [f"{x.name} {x.state}{'' if x.live else f', silent for {x.silent_s:.0f} s'}" for x in s.services]
     lines = [
         ("state", f"{s.state}{': ' + escape(s.cause) if s.cause else ''}"),
         ("limited by", s.bottleneck.text),
         ("step", f"{s.step} of {s.steps}, weights version {s.version}, the trainer's leader term {s.leader_term}"),
-        ("prompt groups", f"{total}: {balance}"),
+        ("prompt groups", f"{begun} + {dropped} dropped + {failed} failed: {balance}"),
         ("ended untrained", ", ".join(ended) or "none"),
         ("tokens", f"{ledger.tokens_generated:,} generated = {tokens or '0'}"),
         *((f"{role} seconds", device_sum(uses)) for role, uses in ledger.devices.items()),
         ("to admit again", str(ledger.readmit)),
-        (
-            "slots",
-            f"{ledger.active} of {ledger.capacity} (staleness bound {s.settings.staleness}, batch {s.settings.batch})",
-        ),
+        ("slots", f"{ledger.active} of {ledger.capacity} {bounds}"),
         ("live groups", f"{ledger.live_groups} of at most {ledger.live_bound}, {memory} in the broker"),
         ("waiting", ", ".join(f"{stream.name} {stream.waiting + stream.pending}" for stream in s.streams)),
         ("dead letters", str(s.dead_letters)),
-        ("services", ", ".join(_service(service) for service in s.services) or "none"),
+        ("services", ", ".join(services) or "none"),
     ]
     for pool in s.pools:
         count, speed, share, gap = (value for _, value in pool_figures(pool))
@@ -123,8 +118,3 @@ def device_sum(uses: Mapping[str, float]) -> str:
     parts = sorted(((seconds, use) for use, seconds in uses.items() if use != "held" and seconds >= 1), reverse=True)
     terms = " + ".join(f"{seconds:,.0f} {use}" for seconds, use in parts)
     return f"{uses.get('held', 0.0):,.0f} of devices = {terms or '0'}"
-
-
-def _service(service: ServiceStatus) -> str:
-    silent = "" if service.live else f", silent for {service.silent_s:.0f} s"
-    return f"{service.name} {service.state}{silent}"

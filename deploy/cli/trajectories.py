@@ -1,7 +1,4 @@
-"""``tidemill trajectories``, over the control plane or the broker.
-
-Exit codes: 0 done, 5 rejected, 1 neither answers.
-"""
+"""``tidemill trajectories``, over the control plane or the broker; exit codes 0 done, 5 rejected, 1 no answer."""
 
 from __future__ import annotations
 
@@ -38,18 +35,9 @@ def list_trajectories(
     """List trajectories in the pipeline and recently trained ones, newest first."""
     from schemas.control_api.trajectories import Trajectories
 
-    answer = target.open().get(
-        "/v1/trajectories",
-        task_id=task,
-        version=version,
-        finish=finish,
-        state=state,
-        kind=kind,
-        reward_min=reward_min,
-        reward_max=reward_max,
-        limit=limit,
-        order="newest",
-    )
+    wanted = {"task_id": task, "version": version, "finish": finish, "state": state, "kind": kind}
+    wanted |= {"reward_min": reward_min, "reward_max": reward_max}
+    answer = target.open().get("/v1/trajectories", **wanted, limit=limit, order="newest")
     if target.as_json:
         print_json(answer)
     else:

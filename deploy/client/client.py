@@ -1,7 +1,6 @@
 """The client of a run's control plane, over HTTP or, if none answers, over the run's broker in this process.
 
-``--url`` names a broker and asks that; ``--control`` names a control plane and asks nothing else. A control plane that
-answers is always preferred: it knows rates, which a single reading of the broker can't show.
+A control plane that answers is preferred: it knows rates, which a single reading of the broker can't show.
 """
 
 import json
@@ -14,7 +13,7 @@ from urllib.parse import urlencode
 from deploy.client import find
 from deploy.client.find import whoami
 from deploy.client.transport import NoControlPlane, Transport, over_http
-from deploy.control_plane.address import address_of, own_token, read_token
+from deploy.control_plane.address import TOKEN, address_of, own_token, read_token
 from schemas.control_api.base import OVER
 from schemas.errors import InfraError, RefusedError, TidemillError
 from schemas.run_folder import CONTROL_TOKEN, RUNS, named_config
@@ -22,8 +21,6 @@ from schemas.system.lifecycle import importing
 
 URL = "TIDEMILL_CONTROL_URL"
 ANSWER_S = 30.0
-IN_PROCESS = "http://in-process"
-"""URL of an application in this process."""
 
 
 class Client:
@@ -66,10 +63,8 @@ def _refusal(status: int, answer: bytes) -> TidemillError:
     except (ValueError, KeyError, TypeError):
         detail = f"the control plane answers with status {status}"
     if status == 401:
-        detail += (
-            "; the command line takes it from TIDEMILL_CONTROL_TOKEN, TIDEMILL_CONTROL_TOKEN_FILE, or, for the user who"
-            f" started the run, {CONTROL_TOKEN} in the run's folder"
-        )
+        detail += f"; the command line takes it from {TOKEN}, {TOKEN}_FILE, or, for the user who started the run,"
+        detail += f" {CONTROL_TOKEN} in the run's folder"
     return InfraError(detail) if status >= 500 else RefusedError(detail)
 
 
@@ -89,13 +84,10 @@ def connect(run: str, url: str | None) -> Client:
 
 def _why_not(run: str, folder: Path) -> str:
     """Explain why a run takes no orders: it has finished, does not exist, or has no control plane."""
-    left = find.finished_run(run)
-    head = left.head() if left is not None else None
+    head = left.head() if (left := find.finished_run(run)) else None
     if head is not None and head.state in OVER:
-        return (
-            f"run {run!r} is {head.state}: `tidemill show {run}` prints a report, `tidemill up` with its configuration"
-            " resumes it"
-        )
+        ways = f"`tidemill show {run}` prints a report, `tidemill up` with its configuration resumes it"
+        return f"run {run!r} is {head.state}: {ways}"
     known = "" if head is not None else f"; runs here: {', '.join(one.name for one in find.list_heads()) or 'none'}"
     return (
         f"run {run!r} has no control plane: there is no address in {folder}{os.sep}{known}; give"
@@ -121,4 +113,4 @@ def open_client(run: str, control: str | None, url: str | None, prefix: str) -> 
 
     config = named_config(run)
     plan = PlannedRun.of(config) if config else PlannedRun(run, folder=RUNS / run)
-    return Client(IN_PROCESS, None, in_process(broker, plan))
+    return Client("http://in-process", None, in_process(broker, plan))

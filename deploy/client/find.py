@@ -1,7 +1,4 @@
-"""Runs on a broker and in folders: find, list and purge them.
-
-The broker's client is loaded only if there is a broker to ask, so a finished run or a wrong name is reported at once.
-"""
+"""Runs on a broker and in folders: find, list and purge them. Without a broker to ask, its client is not loaded."""
 
 from __future__ import annotations
 
@@ -35,7 +32,6 @@ if TYPE_CHECKING:
     FolderOf: TypeAlias = Callable[[Owner], tuple[Path, Callable[[], None]]]
 
 DEADLINE_S = 5.0
-DAY_S = 86_400.0
 SOCKET = "broker/server-*/broker.sock"
 URLS = ("REDIS_URL", "REDIS_URL_FILE")
 """Environment variables that name a server."""
@@ -111,9 +107,8 @@ def head_rows(head: RunHead, summary: dict[str, Any]) -> list[tuple[str, str]]:
 
 def list_heads() -> Iterator[RunHead]:
     """Yield the runs in runs/, by name."""
-    for folder in sorted(RUNS.glob("*")) if RUNS.is_dir() else ():
-        head = RunFolder(folder).head() if folder.is_dir() else None
-        if head is not None:
+    for folder in sorted(RUNS.glob("*")):
+        if folder.is_dir() and (head := RunFolder(folder).head()) is not None:
             yield head
 
 
@@ -172,11 +167,10 @@ def show_runs(url: str | None, as_json: bool) -> None:
     folders = {} if url else {run.name: run for run in list_heads()}
     rows: list[dict[str, Any]] = []
     for info in infos:
-        left = folders.pop(info.name, None)
-        rows.append({**asdict(info), **_found(left)})
+        rows.append({**asdict(info), **_found(folders.pop(info.name, None))})
     for left in folders.values():
-        rows.append({"prefix": None, "name": left.name, "keys": 0, "memory": 0, "state": left.state, "step": left.step})
-        rows[-1] |= _found(left)
+        here = {"prefix": None, "name": left.name, "keys": 0, "memory": 0, "state": left.state, "step": left.step}
+        rows.append({**here, **_found(left)})
     if as_json:
         print(json.dumps(rows))
         return
@@ -194,9 +188,8 @@ def show_runs(url: str | None, as_json: bool) -> None:
 
 
 def _found(head: RunHead | None) -> dict[str, Any]:
-    if head is None:
-        return {"reward": None, "updated": None, "tags": [], "notes": None}
-    return {"reward": head.reward, "updated": head.updated, "tags": head.tags, "notes": head.notes}
+    nothing = {"reward": None, "updated": None, "tags": [], "notes": None}
+    return nothing if head is None else {name: getattr(head, name) for name in nothing}
 
 
 def purge(
@@ -230,11 +223,8 @@ def purge(
 
 
 def purge_ended(url: str | None, days: float, yes: bool, as_json: bool = False, files: FolderOf | None = None) -> None:
-    """Delete the runs that ended ``days`` or more days ago, after confirmation; one with live services stays.
-
-    files: as above, for each; a run whose folder is not on this machine stays.
-    """
-    before = time.time() - days * DAY_S
+    """Delete the runs that ended ``days`` or more days ago, after confirmation; one that ``purge`` refuses stays."""
+    before = time.time() - days * 86_400
     ended = [run for run in _runs_on_brokers(url) if run.state in OVER and 0 < run.changed <= before]
     if not yes and ended:
         names = ", ".join(f"{run.name} ({date(run.changed)}, {size(run.memory)})" for run in ended)

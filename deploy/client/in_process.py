@@ -16,13 +16,11 @@ from deploy.control_plane.status.poller import DirectStatus
 from deploy.control_plane.web import problems
 from deploy.control_plane.web.sse import Hub
 
-NAME = "command line"
-
 
 def in_process(broker: Broker, plan: PlannedRun) -> Transport:
     """Return a transport that calls the routes on ``broker``, without a socket and without a thread that polls."""
     app = FastAPI(openapi_url=None)
-    app.state.context = Context(plan, NAME, broker, DirectStatus(broker, plan), Hub())
+    app.state.context = Context(plan, "command line", broker, DirectStatus(broker, plan), Hub())
     problems.install(app)
     for rooms in (reads, trajectories, control, dead_letters):
         app.include_router(rooms.router)
@@ -45,8 +43,6 @@ async def _call(app: FastAPI, method: str, url: str, headers: Mapping[str, str],
         "method": method,
         "scheme": parts.scheme,
         "path": parts.path,
-        "raw_path": parts.path.encode(),
-        "root_path": "",
         "query_string": parts.query.encode(),
         "headers": [(name.lower().encode(), value.encode()) for name, value in headers.items()],
     }

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
 
+from deploy.client.find import head_rows
 from deploy.control_plane.files.evaluations import read_evaluations
 from deploy.control_plane.files.logs import list_logs, read_log
 from deploy.control_plane.files.run_folder import RunFolder, flatten, mask_tree
@@ -61,13 +63,11 @@ def show_run(run: str, as_json: bool) -> None:
         print(json.dumps({**report, "changed": changed, "environment": config.environment}))
         return
     console = Console()
-    state = f"{head.state}: {head.cause}" if head.cause else head.state
     environment = config.environment
     git = (environment.get("git") or {}).get("commit", "")[:12]
     rows = [
         ("run", f"{head.name} in {head.folder}"),
-        ("state", state),
-        ("step", f"{head.step} of {'?' if head.steps is None else head.steps}"),
+        *head_rows(head, {})[:2],
         ("model", head.model or "-"),
         ("ran on", ", ".join(environment.get("gpus", [])) or f"{environment.get('cpus', '?')} processors"),
         ("git commit", git or "-"),
@@ -88,10 +88,7 @@ def show_run(run: str, as_json: bool) -> None:
 
 
 def describe_ending(config: TidemillConfig, code: int) -> dict[str, Any]:
-    """Return what ``tidemill up --json`` prints at the end: folder, exit code, summary.json and the newest metrics.
-
-    summary and metrics are {} if their file does not exist.
-    """
+    """Return what ``tidemill up --json`` prints at the end; summary and metrics are {} if their file does not exist."""
     folder = RunFolder(config.folder, config.run.name)
     return {
         "run": folder.name,
@@ -119,34 +116,27 @@ def _number(value: float | None) -> str:
 
 
 def print_logs(run: str, service: str | None, follow: bool, lines: int, as_json: bool = False) -> None:
-    """Print the newest lines of a run's logs; with ``follow``, print new lines as they appear.
-
-    as_json: print each line as an object with its service.
-    """
+    """Print the newest lines of a run's logs, as_json as objects; with ``follow``, new lines as they appear, too."""
     folder = folder_of(run)
     known = [head.service for head in list_logs(folder.path)]
     if service is not None and service not in known:
         raise ConfigError(f"no log of {service!r} in {folder.path / LOGS}; logs there: {', '.join(known) or 'none'}")
     ends: dict[str, int] = {}
-    try:
+    with suppress(KeyboardInterrupt):
         while True:
-            names = [service] if service else [head.service for head in list_logs(folder.path)]
-            for name in names:
+            for name in [service] if service else [head.service for head in list_logs(folder.path)]:
                 part = read_log(folder.path, name, ends.get(name))
                 if part is None:
                     continue
-                shown = part.lines if name in ends else part.lines[len(part.lines) - min(lines, len(part.lines)) :]
+                first = 0 if name in ends else max(0, len(part.lines) - lines)
                 ends[name] = part.end
-                for line in shown:
-                    if as_json:
-                        print(json.dumps({"service": name, "line": line}, ensure_ascii=False), flush=follow)
-                    else:
-                        print(line if service else f"{name}: {line}", flush=follow)
+                for line in part.lines[first:]:
+                    text = line if service else f"{name}: {line}"
+                    shown = json.dumps({"service": name, "line": line}, ensure_ascii=False) if as_json else text
+                    print(shown, flush=follow)
             if not follow:
                 return
             time.sleep(LOOK_S)
-    except KeyboardInterrupt:
-        return
 
 
 def print_config(run: str, overrides: Sequence[str], changed: bool, as_json: bool) -> None:

@@ -1,7 +1,4 @@
-"""``tidemill team``: the runs of a team, on several control planes and brokers, as a table or a page.
-
-All places are asked at once, each with a deadline: one that does not answer is shown as unreachable and delays none.
-"""
+"""``tidemill team``: the runs of several control planes and brokers, asked at once: one that is late delays none."""
 
 from __future__ import annotations
 
@@ -48,15 +45,16 @@ STYLE = "body{font:15px system-ui;margin:2em}td,th{text-align:left;padding:.3em 
 
 
 class Place(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Where runs are: a control plane, or a broker with all its runs. owner: whose they are.
-
-    token_file: with the control plane's token or read token, relative to the team's file.
-    """
+    """Where runs of ``owner`` are: a control plane, with the file of its token beside the team's file, or a broker."""
 
     owner: str
     control: str | None = None
     broker: str | None = None
     token_file: str | None = None
+
+    @property
+    def shown(self) -> str:
+        return hide_password(self.control or self.broker or "")
 
 
 def read_places(file: Path) -> list[Place]:
@@ -107,7 +105,12 @@ def _ask_all(questions: Sequence[Callable[[], list[dict[str, Any]]]], within_s: 
 
 
 def _shown(place: Place, answer: Answer, late: str, run: str | None = None) -> list[dict[str, Any]]:
-    return answer if isinstance(answer, list) else [{**_unreachable(place, answer or late), "run": run}]
+    """Return the rows of an answer, or one that says why there is no answer."""
+    if isinstance(answer, list):
+        return answer
+    nothing = dict.fromkeys(("step", "steps", "machine", "devices", "max_devices", "device_hours", "last_order"))
+    shown = {"owner": place.owner, "run": run, "state": "unreachable", "place": place.shown, "problem": answer or late}
+    return [{**nothing, **shown, "waited_device_hours": None}]
 
 
 def _rows(place: Place, folder: Path, deadline_s: float) -> list[dict[str, Any]]:
@@ -141,8 +144,8 @@ def _row(place: Place, status: Mapping[str, Any], events: Sequence[Mapping[str, 
     """Return what is shown of a run. events: of its timeline, newest first."""
     order = next((event for event in events if "by" in event["data"] and event["name"] != "service"), None)
     live = [service for service in status["services"] if service["live"]]
-    held = sum(uses.get("held", 0.0) for uses in status["ledger"]["devices"].values())
-    waited = sum(uses.get("wait", 0.0) for uses in status["ledger"]["devices"].values())
+    uses = status["ledger"]["devices"].values()
+    held, waited = (sum(seconds.get(use, 0.0) for seconds in uses) for use in ("held", "wait"))
     machines = {service["role"]: service["host"] for service in reversed(live)}
     return {
         "owner": place.owner,
@@ -155,17 +158,10 @@ def _row(place: Place, status: Mapping[str, Any], events: Sequence[Mapping[str, 
         "max_devices": status["scaling"]["max_devices"],
         "device_hours": round(held / 3600, 2),
         "waited_device_hours": round(waited / 3600, 2),
-        "place": hide_password(place.control or place.broker or ""),
+        "place": place.shown,
         "problem": status["cause"],
         "last_order": order and {"time": order["time"], "by": order["data"]["by"], "text": order["text"]},
     }
-
-
-def _unreachable(place: Place, why: str) -> dict[str, Any]:
-    nothing = dict.fromkeys(("run", "step", "steps", "machine", "devices", "max_devices", "device_hours", "last_order"))
-    where = hide_password(place.control or place.broker or "")
-    shown = {"owner": place.owner, "state": "unreachable", "place": where, "problem": why}
-    return {**nothing, **shown, "waited_device_hours": None}
 
 
 def cells(row: Mapping[str, Any]) -> list[str]:
@@ -206,10 +202,7 @@ def page(rows: list[dict[str, Any]], user: str = "") -> str:
 
 
 def make_server(file: Path, port: int, user_header: str | None = None) -> ThreadingHTTPServer:
-    """Return a server of the page, on this machine alone; who should see it from elsewhere comes through a proxy.
-
-    user_header: header in which the proxy names the user; a request without it is rejected.
-    """
+    """Return a server of the page on loopback. user_header: of a proxy, names the user; none is served without."""
     places = read_places(file)
 
     class Handler(BaseHTTPRequestHandler):

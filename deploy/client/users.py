@@ -21,13 +21,10 @@ def print_users(config: TidemillConfig, as_json: bool = False) -> None:
     passwords = acl.new_passwords()
     lines = list(acl.acl_lines(keys, passwords))
     if as_json:
-        users = [
-            {"role": role, "user": acl.user(role, keys), "password": password} for role, password in passwords.items()
-        ]
+        users = [{"role": role, "user": acl.user(role, keys), "password": word} for role, word in passwords.items()]
         print(json.dumps({"users": users, "acl": lines}))
         return
-    for line in lines:
-        print(line)
+    print(*lines, sep="\n")
     for role, password in passwords.items():
         print(acl.user(role, keys), password, file=sys.stderr)
 
@@ -35,8 +32,7 @@ def print_users(config: TidemillConfig, as_json: bool = False) -> None:
 def write_users(config: TidemillConfig, folder: Path, url: str, as_json: bool = False) -> None:
     """Write a folder for each role with its URL, and one for the server with its users. ConfigError if that fails.
 
-    url: of the server, without a user. Passwords that the folder already has are kept. as_json: print the names of the
-    files.
+    url: of the server, without a user. Passwords that the folder already has are kept.
     """
     parts = urlsplit(url)
     if parts.scheme not in ("redis", "rediss", "unix") or "@" in parts.netloc:
