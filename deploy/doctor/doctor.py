@@ -41,10 +41,7 @@ PROBE_DEADLINE_S = 120.0
 
 
 def diagnose(file: Path | None, overrides: Sequence[str], step_s: float | None = None) -> list[Finding]:
-    """Run all checks, among them those of ``tidemill up``. A check that cannot be made is a finding, too.
-
-    step_s: known seconds of a training step.
-    """
+    """Run all checks, among them those of ``tidemill up``. step_s: seconds of a training step, if known."""
     with ThreadPoolExecutor() as pool:
         libraries = pool.submit(check_libraries)
         about_run = _check_run(file, overrides, step_s)
@@ -58,14 +55,12 @@ def _check_run(file: Path | None, overrides: Sequence[str], step_s: float | None
             config = load_config(file, overrides)
             findings.append(Finding("configuration", "ok", f"{file}, run {config.run.name}, {config.slots} slots"))
         except ConfigError as error:
-            findings.append(
-                Finding("configuration", "fail", str(error), "correct it; docs/configuration.md lists all keys")
-            )
+            advice = "correct it; docs/configuration.md lists all keys"
+            findings.append(Finding("configuration", "fail", str(error), advice))
     findings.append(check_broker(config.broker.url if config else None))
     findings += check_disks(config.folder if config else Path.cwd())
     if config is not None:
-        findings += check_launcher(config)
-        findings += check_inference_server(config)
+        findings += [*check_launcher(config), *check_inference_server(config)]
         findings += inspect(config, thorough=True, step_s=step_s)
     return findings
 
@@ -123,14 +118,8 @@ def probe(code: str) -> Finding:
     # vLLM logs to stdout by default.
     environment = {**os.environ, "VLLM_CONFIGURE_LOGGING": "0"}
     try:
-        done = subprocess.run(
-            [sys.executable, "-P", "-c", code],
-            capture_output=True,
-            text=True,
-            timeout=PROBE_DEADLINE_S,
-            check=False,
-            env=environment,
-        )
+        argv = [sys.executable, "-P", "-c", code]
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=PROBE_DEADLINE_S, env=environment)
     except subprocess.TimeoutExpired:
         return Finding("probe", "fail", f"no answer within {PROBE_DEADLINE_S:.0f} s")
     output = (done.stdout if done.returncode == 0 else done.stderr).strip().splitlines()
@@ -152,10 +141,9 @@ def check_sandbox() -> Finding:
     except (ConfigError, InfraError) as error:
         return Finding("sandbox", "warn", "none; it is needed only to run code that the policy writes", str(error))
     text = f"{sandbox.name} blocks: {', '.join(probed.blocked)}"
-    if not probed.allowed:
-        return Finding("sandbox", "ok", text)
+    text += f"; does not block: {', '.join(probed.allowed)}" if probed.allowed else ""
     advice = "run services as an ordinary user with bubblewrap, or choose another sandbox: see docs/sandbox.md"
-    return Finding("sandbox", "warn", f"{text}; does not block: {', '.join(probed.allowed)}", advice)
+    return judged("sandbox", not probed.allowed, text, advice, "warn")
 
 
 def check_broker(configured: str | None) -> Finding:
@@ -167,9 +155,7 @@ def check_broker(configured: str | None) -> Finding:
         warnings = check_server_now(url)
     except ConfigError as error:
         return Finding("broker", "fail", str(error))
-    if warnings:
-        return Finding("broker", "warn", "; ".join(warnings), "set appendonly yes")
-    return Finding("broker", "ok", hide_password(url))
+    return judged("broker", not warnings, "; ".join(warnings) or hide_password(url), "set appendonly yes", "warn")
 
 
 def check_disks(folder: Path) -> list[Finding]:
@@ -177,8 +163,7 @@ def check_disks(folder: Path) -> list[Finding]:
     existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
     advice = "checkpoints and the broker's data are stored there; set run.folder to another disk"
     findings = [_check_space("disk", existing, 5.0, advice)]
-    shared = Path("/dev/shm")
-    if shared.is_dir():
+    if (shared := Path("/dev/shm")).is_dir():
         advice = "vLLM and PyTorch share memory through it: enlarge it (docker: --shm-size)"
         findings.append(_check_space("shared memory", shared, 0.5, advice))
     return findings

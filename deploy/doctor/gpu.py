@@ -47,6 +47,7 @@ KEPT = 0.02
 ASLEEP = 0.5
 """Share of what an engine takes that its sleep must give back, at least."""
 TRAINER_FAILS = "the trainer fails in the same way: check model.path, model.dtype and the installation of PyTorch"
+GENERATORS_FAIL = "generators fail in the same way: check generator.engine and generator.args"
 GB = 1e9
 T = TypeVar("T")
 
@@ -78,10 +79,7 @@ class ProbeReference:
 
 
 def check_gpu(file: Path, overrides: Sequence[str], config: TidemillConfig, ranks: int) -> list[Finding]:
-    """Make all checks on this machine's GPUs, else on its CPU. ConfigError for a model without tokens.
-
-    file, overrides: of the configuration, for the ranks' processes.
-    """
+    """Make all checks on this machine's GPUs, or its CPU; ``file`` is for the ranks. ConfigError: no language model."""
     if config.model.kind == "mlp":
         raise ConfigError("--gpu checks language models, and model.kind is mlp")
     began = time.monotonic()
@@ -123,10 +121,9 @@ def check_attention(config: TidemillConfig, device: torch.device) -> Finding:
     if kernel == "each":
         return Finding("attention", "ok", f"PyTorch's sdpa, each sequence alone, on {device.type} in {model.dtype}")
     problem = try_kernel(settings, device, DTYPES[model.dtype])
-    if not problem:
-        return Finding("attention", "ok", f"{kernel} agrees with sdpa, forward and backward, in {model.dtype}")
+    text = f"{kernel}: {problem}" if problem else f"{kernel} agrees with sdpa, forward and backward, in {model.dtype}"
     advice = "training falls back to sdpa for each sequence, which is slower: update flash_attn, or remove it"
-    return Finding("attention", "warn", f"{kernel}: {problem}", advice)
+    return judged("attention", not problem, text, advice, "warn")
 
 
 def find_reference(config: TidemillConfig, device: torch.device, findings: list[Finding]) -> ProbeReference | None:
@@ -134,7 +131,7 @@ def find_reference(config: TidemillConfig, device: torch.device, findings: list[
     reference = None
     with _noting(findings, "policy", TRAINER_FAILS):
         try:
-            reference = score_probe(config, device)
+            reference = _score_probe(config, device)
         except torch.OutOfMemoryError:
             text = f"{config.model.path} does not fit one card, so what the engine says is not compared with it"
             advice = "a run shards it over the trainer's ranks: `tidemill plan --gpu` computes whether they are enough"
@@ -145,14 +142,12 @@ def find_reference(config: TidemillConfig, device: torch.device, findings: list[
     return reference
 
 
-def score_probe(config: TidemillConfig, device: torch.device) -> ProbeReference:
-    """Score the probe with the policy's model on the device."""
+def _score_probe(config: TidemillConfig, device: torch.device) -> ProbeReference:
     policy = load_policy(config, config.model.path, config.model.dtype).to(device)
     tokens, place = probe_tokens(config, policy)
-    logprobs = reference_logprobs(policy, tokens)
     images = image_settings(config)
     shown = [] if images is None or place is None else [PromptImage("probe", *place, probe_image(images))]
-    return ProbeReference(tokens, shown, logprobs)
+    return ProbeReference(tokens, shown, reference_logprobs(policy, tokens))
 
 
 async def check_engine(
@@ -171,7 +166,7 @@ async def check_engine(
     before = memory.free()
     with _noting(findings, "engine"):
         async with asyncio.timeout(left_s):
-            seconds = await _within(START_S, engine.start(), "start")
+            _, seconds = await _within(START_S, engine.start(), "start")
             taken = "" if before is None else f", takes {(before - (memory.free() or 0)) / GB:.1f} GB of the device"
             findings.append(Finding("engine", "ok", f"{name} started in {seconds:.0f} s{taken}"))
             await _probe("probe", engine, reference, judge, findings)
@@ -189,11 +184,7 @@ async def check_engine(
 
 
 @contextmanager
-def _noting(
-    findings: list[Finding],
-    what: str,
-    advice: str = "generators fail in the same way: check generator.engine and generator.args",
-) -> Iterator[None]:
+def _noting(findings: list[Finding], what: str, advice: str = GENERATORS_FAIL) -> Iterator[None]:
     """Make a finding of the error that ends this block."""
     try:
         yield
@@ -203,16 +194,11 @@ def _noting(
         findings.append(Finding(what, "fail", one_line(f"{type(error).__name__}: {why}"), advice))
 
 
-async def _within(seconds: float, call: Awaitable[object], what: str) -> float:
-    """Await a call of the engine; return its seconds. RuntimeError if it takes longer than allowed."""
+async def _within(seconds: float, call: Awaitable[T], what: str) -> tuple[T, float]:
+    """Await a call of the engine; return its answer and its seconds. RuntimeError if it takes longer than allowed."""
     began = time.monotonic()
-    await _answer(seconds, call, what)
-    return time.monotonic() - began
-
-
-async def _answer(seconds: float, call: Awaitable[T], what: str) -> T:
     try:
-        return await asyncio.wait_for(call, seconds)
+        return await asyncio.wait_for(call, seconds), time.monotonic() - began
     except TimeoutError:
         raise RuntimeError(f"{what} has not returned within {seconds:.0f} s") from None
 
@@ -223,7 +209,7 @@ async def _probe(
     if reference is None or (what != "probe" and not isinstance(engine, SleepingEngine)):
         return
     images = {"images": reference.images} if reference.images else {}
-    found = await _answer(CALL_S, engine.logprobs(reference.tokens, **images), what)
+    found, _ = await _within(CALL_S, engine.logprobs(reference.tokens, **images), what)
     difference = np.abs(found - reference.logprobs)
     limit = judge.limit(len(difference))
     problem = judge.problem(difference) if np.isfinite(difference).all() else "log-probabilities are not finite"
@@ -238,12 +224,12 @@ async def _sleep(engine: Engine, before: int | None, memory: Device, findings: l
         return
     awake = memory.free()
     await _within(CALL_S, engine.pause(), "pause")
-    seconds = await _within(CALL_S, engine.sleep(), "sleep")
+    _, seconds = await _within(CALL_S, engine.sleep(), "sleep")
     text, good = f"asleep after {seconds:.1f} s", True
     if before is not None and awake is not None:
         wanted = awake + int(ASLEEP * (before - awake))
         given = (await memory.wait_free(wanted) or 0) - awake
         good, text = awake + given >= wanted, f"{text}, gives {given / GB:.1f} of {(before - awake) / GB:.1f} GB back"
-    seconds = await _within(CALL_S, engine.wake(), "wake")
+    _, seconds = await _within(CALL_S, engine.wake(), "wake")
     advice = "the trainer would have no room in its turns: give generators GPUs of their own in placement"
     findings.append(judged("sleep", good, f"{text}; awake after {seconds:.1f} s", advice))

@@ -2,6 +2,7 @@
 
 import asyncio
 import importlib.metadata
+from contextlib import suppress
 from pathlib import Path
 
 from deploy.checks.finding import Finding, judged
@@ -26,21 +27,19 @@ def check_inference_server(config: TidemillConfig) -> list[Finding]:
     if http.command is not None:
         return [Finding(NAME, "ok", f"launched with {' '.join(http.command)}; {tested}")]
     for package in _PACKAGES[http.dialect]:
-        if (version := version_of(package)) is None:
-            continue
-        if version == TESTED[http.dialect]:
+        if (version := version_of(package)) == TESTED[http.dialect]:
             return [Finding(NAME, "ok", f"{package} {version}, launched with each generator")]
-        return [Finding(NAME, "warn", f"{package} {version}", f"{tested}: the protocol may differ")]
+        if version is not None:
+            return [Finding(NAME, "warn", f"{package} {version}", f"{tested}: the protocol may differ")]
     advice = f"pip install 'tidemill[{http.dialect}]', or set generator.http.command to a Python that has it"
     return [Finding(NAME, "fail", f"{http.dialect} is not installed", advice)]
 
 
 def version_of(package: str) -> str | None:
     """Return the release of an installed package; None without it."""
-    try:
+    with suppress(importlib.metadata.PackageNotFoundError):
         return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
+    return None
 
 
 def _tested(http: HttpEngineConfig) -> str:
@@ -54,14 +53,9 @@ def _ask(config: TidemillConfig, http: HttpEngineConfig, url: str) -> Finding:
         from producers.engines.http.engine import make_dialect
     except ImportError as error:
         return Finding(NAME, "fail", f"cannot query the server: {error}", "pip install 'tidemill[http]'")
-    settings = EngineSettings(
-        config.model.path,
-        config.model.dtype,
-        config.model.max_length,
-        config.generator.max_samples,
-        trust_remote_code=config.model.trust_remote_code,
-        http=http,
-    )
+    model = config.model
+    sizes, trusted = (model.max_length, config.generator.max_samples), model.trust_remote_code
+    settings = EngineSettings(model.path, model.dtype, *sizes, trust_remote_code=trusted, http=http)
 
     async def query() -> str:
         client = ServerClient(url, read_key(http))
@@ -76,9 +70,8 @@ def _ask(config: TidemillConfig, http: HttpEngineConfig, url: str) -> Finding:
     except ConfigError as error:
         return Finding(NAME, "fail", str(error))
     except (InfraError, Refused) as error:
-        return Finding(
-            NAME, "warn", str(error), f"a generator waits {http.start_s:g} s for it (generator.http.start_s)"
-        )
+        advice = f"a generator waits {http.start_s:g} s for it (generator.http.start_s)"
+        return Finding(NAME, "warn", str(error), advice)
     release = found.rpartition(" ")[2]
     text, advice = f"{found} at {hide_password(url)}", f"{_tested(http)}: the protocol may differ"
     return judged(NAME, release == TESTED[http.dialect], text, advice, "warn")

@@ -1,7 +1,4 @@
-"""``tidemill doctor --ranks``: whether the trainer's ranks, on one machine or several, can train together.
-
-Each rank measures its own device and its connection to rank 0, which compares what all of them report.
-"""
+"""``tidemill doctor --ranks``: each rank measures itself and its link to rank 0, which compares what all report."""
 
 import importlib.metadata
 import platform
@@ -84,20 +81,17 @@ def check_ranks(config: TidemillConfig) -> list[Finding] | None:
     try:
         ranks = Ranks(MEET_S, config.trainer.parallel)
     except dist.DistError as error:
-        raise InfraError(
-            f"the ranks did not meet within {MEET_S:.0f} s: start this on every machine, and open the port of --meet"
-            f" and those between the ranks ({reason(error)})"
-        ) from error
+        text = f"the ranks did not meet within {MEET_S:.0f} s: start this on every machine, and open the port of --meet"
+        raise InfraError(f"{text} and those between the ranks ({reason(error)})") from error
     with ranks.watchdog():
         report = _measure(ranks, config.folder)
         collective = _sum_over_ranks(ranks)
         if not ranks.is_main:
             ranks.channel.send(0, msgspec.msgpack.encode(report))
             return None
-        reports = [report]
-        for rank in range(1, ranks.world):
-            reports.append(msgspec.msgpack.decode(ranks.channel.receive(rank), type=RankReport))
-        return compare(reports, collective, config.folder)
+        received = [ranks.channel.receive(rank) for rank in range(1, ranks.world)]
+        others = [msgspec.msgpack.decode(report, type=RankReport) for report in received]
+        return compare([report, *others], collective, config.folder)
 
 
 def compare(reports: Sequence[RankReport], collective: Collective | None, folder: Path) -> list[Finding]:
@@ -259,8 +253,7 @@ def _clock(ranks: Ranks) -> float:
 
 def _sees(ranks: Ranks, folder: Path) -> bool:
     """Return whether a file of rank 0 in ``folder`` is there for this rank, too."""
-    name = ranks.broadcast_text(f".ranks-{uuid4().hex}") if ranks.world > 1 else f".ranks-{uuid4().hex}"
-    file = folder / name
+    file = folder / ranks.broadcast_text(f".ranks-{uuid4().hex}")
     if ranks.is_main:
         folder.mkdir(parents=True, exist_ok=True)
         file.touch()
