@@ -3,7 +3,6 @@
 import functools
 import hashlib
 import inspect
-import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -133,15 +132,12 @@ def _data(data: Any, setting: str, folder: Path) -> tuple[str, Path, Sequence[st
 def _saved(data: Any, folder: Path) -> Path:
     """Save a ``datasets.Dataset`` under a digest of its tables; return its folder."""
     folder.mkdir(parents=True, exist_ok=True)
-    aside = Path(tempfile.mkdtemp(prefix=".rows-", dir=folder))
-    try:
-        data.save_to_disk(str(aside))
+    with tempfile.TemporaryDirectory(prefix=".rows-", dir=folder, ignore_cleanup_errors=True) as aside:
+        data.save_to_disk(aside)
         digest = hashlib.sha256()
-        for table in sorted(aside.glob("*.arrow")):
+        for table in sorted(Path(aside).glob("*.arrow")):
             digest.update(table.read_bytes())
         target = folder / f"rows-{digest.hexdigest()[:12]}"
         if not target.exists():
-            aside.rename(target)
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
+            Path(aside).rename(target)
     return target

@@ -33,8 +33,7 @@ def import_name(function: Any, setting: str, folder: Path) -> str:
     if not (inspect.isroutine(function) or inspect.isclass(function)) or not name.isidentifier():
         kind = "a lambda" if name == "<lambda>" else f"an object of the class {type(function).__name__}"
         raise ConfigError(f"{setting}: {kind} cannot be imported by other processes: define a function with def")
-    module = _home(function)
-    if module is not None:
+    if (module := _home(function)) is not None:
         file = None if module.__package__ else getattr(module, "__file__", None)
         return f"{file or module.__name__}:{name}"
     source = _SourceFile(setting)
@@ -69,12 +68,11 @@ class _SourceFile:
 
     def add(self, name: str, value: Any) -> None:
         """Define ``name``, after all that its value uses."""
-        if name in self._known:
-            if self._known[name] is not value:
-                raise ConfigError(f"{self._setting}: {name!r} means two different things in what it uses: rename one")
-            return
-        self._known[name] = value
-        self._parts.append(self._definition(name, value))
+        if name not in self._known:
+            self._known[name] = value
+            self._parts.append(self._definition(name, value))
+        elif self._known[name] is not value:
+            raise ConfigError(f"{self._setting}: {name!r} means two different things in what it uses: rename one")
 
     def _definition(self, name: str, value: Any) -> str:
         if isinstance(value, ModuleType):
@@ -88,12 +86,12 @@ class _SourceFile:
         if isinstance(value, re.Pattern):
             self.add("re", re)
             return f"{name} = re.compile({value.pattern!r}, {value.flags})"
-        if not _is_plain(value):
-            raise ConfigError(
-                f"{self._setting}: it uses {name}, an object of the class {type(value).__name__}, which other processes"
-                " can't get: make it inside the function, or put both into a file and give file.py:name"
-            )
-        return f"{name} = {value!r}"
+        if _is_plain(value):
+            return f"{name} = {value!r}"
+        raise ConfigError(
+            f"{self._setting}: it uses {name}, an object of the class {type(value).__name__}, which other processes"
+            " can't get: make it inside the function, or put both into a file and give file.py:name"
+        )
 
     def _written(self, name: str, value: Any) -> str:
         inner = inspect.unwrap(value)

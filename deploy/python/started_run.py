@@ -12,6 +12,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Self
 
 from deploy.client.client import connect
@@ -29,7 +30,6 @@ from schemas.control_api.run_folders import GroupDetail, RunEvaluation, RunHead
 from schemas.errors import CONFIG_EXIT, ERROR_EXIT, ConfigError, InfraError
 from schemas.run_folder import CONFIG, METRICS, PYTHON, StoredLines, parse_line, surviving_lines
 
-OUTPUT = "output.log"
 POLL_S = 0.3
 STOP_S = 180.0
 
@@ -68,8 +68,9 @@ class StartedRun:
         # What the variables set is in the configuration already.
         environment = {name: value for name, value in os.environ.items() if not is_setting(name)}
         # A file of this start's own: an earlier one of the folder may still run, and write to the one that it has.
-        (self.folder / PYTHON / OUTPUT).unlink(missing_ok=True)
-        self._output = (self.folder / PYTHON / OUTPUT).open("x+b")
+        output = self.folder / PYTHON / "output.log"
+        output.unlink(missing_ok=True)
+        self._output = output.open("x+b")
         self._process = subprocess.Popen(
             command("up", str(self._file), *(["--fresh"] if fresh else [])),
             stdin=subprocess.DEVNULL,
@@ -106,11 +107,10 @@ class StartedRun:
         if not began:
             alive = self.exit_code is None
             return head.model_copy(update={"state": "starting", "cause": ""} if alive else {"state": "failed"})
-        try:
-            state = connect(str(self._file), None).get("/v1/status")["state"] if head.state == "running" else head.state
-        except InfraError:
-            # Its control plane is yet to come, or is turned off.
-            state = head.state
+        state = head.state
+        # Its control plane may be yet to come, or be turned off.
+        with suppress(InfraError):
+            state = connect(str(self._file), None).get("/v1/status")["state"] if state == "running" else state
         return head.model_copy(update={"state": state})
 
     def metrics(self) -> list[dict[str, Any]]:

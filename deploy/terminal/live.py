@@ -9,7 +9,6 @@ from deploy.terminal.page import History, page, plain_line
 from schemas.control_api.history import TimelineEvent
 from schemas.control_api.status import RunStatus
 
-PER_SECOND = 4
 PLAIN_EVERY_S = 10.0
 
 
@@ -18,9 +17,8 @@ class View:
 
     def __init__(self, console: Console) -> None:
         self._console = console
-        self._live = (
-            Live(console=console, refresh_per_second=PER_SECOND, transient=True) if console.is_terminal else None
-        )
+        live = Live(console=console, refresh_per_second=4, transient=True)
+        self._live = live if console.is_terminal else None
         self._next_line = 0.0
         self._evaluations = 0
 
@@ -40,8 +38,7 @@ class View:
             return
         evaluations = len(history.heldout)
         if now >= self._next_line or evaluations > self._evaluations:
-            self._next_line = now + PLAIN_EVERY_S
-            self._evaluations = evaluations
+            self._next_line, self._evaluations = now + PLAIN_EVERY_S, evaluations
             self._print(plain_line(status, history))
 
     def report(self, event: TimelineEvent) -> None:

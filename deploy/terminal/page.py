@@ -1,7 +1,4 @@
-"""The page that ``tidemill up`` and ``tidemill top`` draw of a run, and the same as a line for logs and pipes.
-
-All functions are pure: they take what the control plane's routes answer.
-"""
+"""The page that ``tidemill up`` and ``tidemill top`` draw of a run, and the same as a line: pure functions."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -11,7 +8,7 @@ from itertools import pairwise
 from rich.console import Group, RenderableType
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from schemas.control_api.history import TimelineEvent
@@ -63,16 +60,10 @@ class History:
 
 
 def page(status: RunStatus, history: History, height: int | None = None) -> RenderableType:
-    """Return the whole page; it fits 80 columns, and uses more columns if the terminal has them.
-
-    height: lines of the terminal; the page shows fewer events and services to fit, if that is possible.
-    """
+    """Return the page, of 80 columns or more. height: of the terminal, to which events and services are fitted."""
     events = history.events[-(EVENTS if height is None or height >= TALL else FEW_EVENTS) :]
-    room = (
-        None
-        if height is None
-        else max(MIN_SERVICES, height - FIXED_LINES - len(status.streams) - len(status.pools) - len(events))
-    )
+    others = FIXED_LINES + len(status.streams) + len(status.pools) + len(events)
+    room = None if height is None else max(MIN_SERVICES, height - others)
     parts: list[RenderableType] = [Text(status.bottleneck.text)]
     if status.cause and status.state in CAUSE_STYLES:
         parts.append(Text(status.cause, CAUSE_STYLES[status.state]))
@@ -83,12 +74,8 @@ def page(status: RunStatus, history: History, height: int | None = None) -> Rend
         parts += [Text(), _services(status.services, history.restarts, room)]
     if events:
         parts += [Text(), _events(events)]
-    title = Text.assemble(
-        ("tidemill ", "bold"),
-        (status.run, "bold cyan"),
-        "  ",
-        (_state(status), STATE_STYLES.get(status.state, "yellow")),
-    )
+    state = (_state(status), STATE_STYLES.get(status.state, "yellow"))
+    title = Text.assemble(("tidemill ", "bold"), (status.run, "bold cyan"), "  ", state)
     return Panel(
         Group(*parts),
         title=title,
@@ -151,49 +138,29 @@ def _state(status: RunStatus) -> str:
 
 def _figures(status: RunStatus, history: History) -> Table:
     ledger, staleness, throughput = status.ledger, status.staleness, status.throughput
-    table = Table.grid(padding=(0, 2), expand=True)
-    table.add_column(style="dim", no_wrap=True)
-    table.add_column(ratio=1, no_wrap=True, overflow="ellipsis")
+    columns = (Column(style="dim", no_wrap=True), Column(ratio=1, no_wrap=True, overflow="ellipsis"))
+    table = Table.grid(*columns, padding=(0, 2), expand=True)
     table.add_row("step", _progress(status))
     reward = f"{history.rewards[-1]:.3f}" if history.rewards else "-"
     table.add_row("reward", Text.assemble((f"{reward:<7}", "bold"), (sparkline(history.rewards), "cyan")))
     table.add_row("held-out", _heldout(history))
     over = staleness.max is not None and staleness.max > staleness.bound
-    table.add_row(
-        "staleness",
-        _pairs(
-            ("mean", "-" if staleness.mean is None else f"{staleness.mean:.1f}", ""),
-            ("max", "-" if staleness.max is None else str(staleness.max), "bold red" if over else ""),
-            ("bound", str(staleness.bound), ""),
-        ),
-    )
-    pace = throughput.steps_per_minute
-    table.add_row(
-        "tokens/s",
-        _pairs(
-            ("generated", f"{throughput.generated_tokens:,.0f}", ""),
-            ("trained", f"{throughput.trained_tokens:,.0f}", ""),
-            ("steps/min", "-" if pace is None else f"{pace:.1f}", ""),
-        ),
-    )
-    dropped, failed = sum(ledger.dropped.values()), sum(ledger.failed.values())
-    table.add_row(
-        "groups",
-        _pairs(
-            ("slots", f"{ledger.active}/{ledger.capacity}", ""),
-            ("trained", f"{ledger.trained:,}", ""),
-            ("dropped", f"{dropped:,}", ""),
-            ("failed", f"{failed:,}", "bold red" if failed else ""),
-        ),
-    )
+    most = ("max", "-" if staleness.max is None else str(staleness.max), "bold red" if over else "")
+    mean = "-" if staleness.mean is None else f"{staleness.mean:.1f}"
+    table.add_row("staleness", _pairs(("mean", mean), most, ("bound", str(staleness.bound))))
+    pace = "-" if throughput.steps_per_minute is None else f"{throughput.steps_per_minute:.1f}"
+    generated, trained = f"{throughput.generated_tokens:,.0f}", f"{throughput.trained_tokens:,.0f}"
+    table.add_row("tokens/s", _pairs(("generated", generated), ("trained", trained), ("steps/min", pace)))
+    failed = sum(ledger.failed.values())
+    groups = [("slots", f"{ledger.active}/{ledger.capacity}"), ("trained", f"{ledger.trained:,}")]
+    groups.append(("dropped", f"{sum(ledger.dropped.values()):,}"))
+    table.add_row("groups", _pairs(*groups, ("failed", f"{failed:,}", "bold red" if failed else "")))
     balance = Text("balanced") if ledger.balanced else Text("NOT BALANCED", "bold red")
-    table.add_row("ledger", balance + Text("   ") + _pairs(("dead letters", str(status.dead_letters), "")))
+    table.add_row("ledger", balance + Text("   ") + _pairs(("dead letters", str(status.dead_letters))))
     for pool in status.pools:
-        table.add_row(f"pool {pool.name}", _pairs(*((name, value, "") for name, value in pool_figures(pool))))
+        table.add_row(f"pool {pool.name}", _pairs(*pool_figures(pool)))
     if history.restarts is not None:
-        table.add_row(
-            "queues", _pairs(*((stream.name, f"{stream.waiting + stream.pending:,}", "") for stream in status.streams))
-        )
+        table.add_row("queues", _pairs(*((one.name, f"{one.waiting + one.pending:,}") for one in status.streams)))
     return table
 
 
@@ -208,10 +175,8 @@ def pool_figures(pool: PoolStatus) -> list[tuple[str, str]]:
 
 
 def _progress(status: RunStatus) -> Table:
-    row = Table.grid(padding=(0, 2), expand=True)
-    row.add_column(no_wrap=True)
-    row.add_column(ratio=1)
-    row.add_column(no_wrap=True, justify="right")
+    columns = (Column(no_wrap=True), Column(ratio=1), Column(no_wrap=True, justify="right"))
+    row = Table.grid(*columns, padding=(0, 2), expand=True)
     to_go = "" if status.remaining_s is None else f"{clock(status.remaining_s)} to go"
     share = status.step / status.steps if status.steps else 0.0
     row.add_row(
@@ -237,12 +202,13 @@ def _heldout(history: History) -> Text:
     return text
 
 
-def _pairs(*pairs: tuple[str, str, str]) -> Text:
+def _pairs(*pairs: tuple[str, ...]) -> Text:
+    """Return names with their values, some with a style."""
     text = Text()
-    for name, value, style in pairs:
+    for name, value, *style in pairs:
         text.append("   " if text else "")
         text.append(f"{name} ", "dim")
-        text.append(value, style)
+        text.append(value, *style)
     return text if text else Text("-", "dim")
 
 
@@ -305,9 +271,8 @@ def _events(events: Sequence[TimelineEvent]) -> Group:
     lines = []
     for event in events:
         when = time.strftime("%H:%M:%S  ", time.localtime(event.time))
-        line = Text.assemble(
-            (when, "dim"), f"{event.service:<{width}}  ", (event.text or event.name, LEVEL_STYLES.get(event.level, ""))
-        )
+        said = (event.text or event.name, LEVEL_STYLES.get(event.level, ""))
+        line = Text.assemble((when, "dim"), f"{event.service:<{width}}  ", said)
         line.no_wrap, line.overflow = True, "ellipsis"
         lines.append(line)
     return Group(*lines)

@@ -4,6 +4,7 @@ import json
 import os
 import sys
 import time
+from contextlib import suppress
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -25,18 +26,16 @@ def watch(client: Client) -> None:
     """Show the run until Ctrl-C; while neither control plane nor broker answers, show the error above the last page."""
     console = Console()
     status, history = read(client)
-    with Live(page(status, history, console.height), console=console, screen=True, auto_refresh=False) as live:
-        try:
-            while True:
-                live.refresh()
-                time.sleep(EVERY_S)
-                try:
-                    status, history = read(client)
-                    live.update(page(status, history, console.height))
-                except InfraError as error:
-                    live.update(Group(Text(str(error), "bold red"), page(status, history, console.height - 1)))
-        except KeyboardInterrupt:
-            return
+    shown = Live(page(status, history, console.height), console=console, screen=True, auto_refresh=False)
+    with suppress(KeyboardInterrupt), shown as live:
+        while True:
+            live.refresh()
+            time.sleep(EVERY_S)
+            try:
+                status, history = read(client)
+                live.update(page(status, history, console.height))
+            except InfraError as error:
+                live.update(Group(Text(str(error), "bold red"), page(status, history, console.height - 1)))
 
 
 def read(client: Client) -> tuple[RunStatus, History]:
