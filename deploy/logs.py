@@ -1,7 +1,4 @@
-"""Logging of a process: our own lines and the libraries' in one format, human on a terminal, JSON otherwise.
-
-Services log with ``structlog.get_logger()``; run, role and service are added to every line here.
-"""
+"""Logging of a process, the libraries' too: human on a terminal, else JSON with run, role and service in every line."""
 
 import contextlib
 import errno
