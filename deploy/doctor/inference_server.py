@@ -21,9 +21,9 @@ def check_inference_server(config: TidemillConfig) -> list[Finding]:
     http = config.generator.http
     if http is None or http.dialect == "openai":
         return []
-    tested = _tested(http)
+    tested = f"{http.dialect} {TESTED[http.dialect]} is the release that Tidemill is tested with"
     if http.url is not None:
-        return [_ask(config, http, http.url)]
+        return [_ask(config, http, http.url, f"{tested}: the protocol may differ")]
     if http.command is not None:
         return [Finding(NAME, "ok", f"launched with {' '.join(http.command)}; {tested}")]
     for package in _PACKAGES[http.dialect]:
@@ -42,11 +42,7 @@ def version_of(package: str) -> str | None:
     return None
 
 
-def _tested(http: HttpEngineConfig) -> str:
-    return f"{http.dialect} {TESTED[http.dialect]} is the release that Tidemill is tested with"
-
-
-def _ask(config: TidemillConfig, http: HttpEngineConfig, url: str) -> Finding:
+def _ask(config: TidemillConfig, http: HttpEngineConfig, url: str, untested: str) -> Finding:
     """Check that a running server offers all that training needs, without changing it."""
     try:
         from producers.engines.http.client import Refused, ServerClient, read_key
@@ -73,5 +69,4 @@ def _ask(config: TidemillConfig, http: HttpEngineConfig, url: str) -> Finding:
         advice = f"a generator waits {http.start_s:g} s for it (generator.http.start_s)"
         return Finding(NAME, "warn", str(error), advice)
     release = found.rpartition(" ")[2]
-    text, advice = f"{found} at {hide_password(url)}", f"{_tested(http)}: the protocol may differ"
-    return judged(NAME, release == TESTED[http.dialect], text, advice, "warn")
+    return judged(NAME, release == TESTED[http.dialect], f"{found} at {hide_password(url)}", untested, "warn")

@@ -69,8 +69,8 @@ def accepted(
     state: str, order: str, changed: bool, text: str, done: bool = True, waiting_for: Sequence[str] = ()
 ) -> Accepted:
     """Return the answer to an order. waiting_for: who is yet to follow, unless it is done."""
-    answer = {"order": order, "changed": changed, "done": done, "state": state, "text": text}
-    return Accepted.model_validate({**answer, "waiting_for": [] if done else waiting_for})
+    missing = [] if done else waiting_for
+    return Accepted.of(order=order, changed=changed, done=done, waiting_for=missing, state=state, text=text)
 
 
 def context_of(request: Request) -> Context:

@@ -44,11 +44,7 @@ def load_decoder(model_path: str) -> Decode | None:
     except ImportError:
         return None
     tokenizer: Any = Tokenizer.from_file(str(file))
-
-    def decode(ids: Sequence[int]) -> str:
-        return str(tokenizer.decode(list(ids), skip_special_tokens=False))
-
-    return decode
+    return lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=False))
 
 
 def plain(value: Any, depth: int = 0) -> Any:
