@@ -30,7 +30,8 @@ class Answer(BaseModel):
     @classmethod
     def of(cls, *sources: object, **fields: Any) -> Self:
         """Return the answer with these fields, and for all others the attributes of their names that sources have."""
-        known = {name: getattr(one, name) for one in sources for name in cls.model_fields if hasattr(one, name)}
+        others = cls.model_fields.keys() - fields.keys()
+        known = {name: getattr(one, name) for one in sources for name in others if hasattr(one, name)}
         return cls.model_validate({**known, **fields})
 
 
