@@ -20,14 +20,22 @@ app = typer.Typer()
 @on_run
 def status(target: Target) -> None:
     """Show the state of a run; exit code 1 if its ledger is not balanced."""
+    from rich.markup import escape
+
     from deploy.client import find
     from schemas.control_api.status import RunStatus
 
     try:
         answer = target.open().get("/v1/status")
     except find.NoSuchRun:
-        if target.url is not None or not _print_finished(target):
+        # A run that no broker has may have left its folder.
+        folder = find.finished_run(target.run) if target.url is None else None
+        if folder is None or (head := folder.head()) is None:
             raise
+        if target.as_json:
+            print_json({**head.model_dump(), "summary": folder.summary})
+        else:
+            _print_rows([(name, escape(value)) for name, value in find.head_rows(head, folder.summary)])
         return
     if target.as_json:
         print_json(answer)
@@ -43,22 +51,6 @@ def top(target: Target) -> None:
     from deploy.terminal.top import stream, watch
 
     (stream if target.as_json else watch)(target.open())
-
-
-def _print_finished(target: Target) -> bool:
-    """Print the state of a run that no broker has, from its folder; False if it has no folder."""
-    from rich.markup import escape
-
-    from deploy.client import find
-
-    folder = find.finished_run(target.run)
-    if folder is None or (head := folder.head()) is None:
-        return False
-    if target.as_json:
-        print_json({**head.model_dump(), "summary": folder.summary})
-    else:
-        _print_rows([(name, escape(value)) for name, value in find.head_rows(head, folder.summary)])
-    return True
 
 
 def _print_rows(lines: list[tuple[str, str]]) -> None:

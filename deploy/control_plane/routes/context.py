@@ -17,7 +17,6 @@ from deploy.control_plane.status.poller import StatusPoller
 from deploy.control_plane.web.security import BY_HEADER, Buckets
 from deploy.control_plane.web.sse import Hub
 from schemas.control_api.orders import Accepted
-from schemas.control_api.status import RunStatus
 from schemas.messages import Event
 
 T = TypeVar("T")
@@ -49,10 +48,6 @@ class Context:
     def record_event(self, name: str, text: str, by: str) -> None:
         """Add an event to the timeline: what was ordered, and by whom."""
         self.broker.events.emit(Event(name=name, service=self.name, text=f"{text} by {by}", data={"by": by}))
-
-    async def wait_status(self, reached: Callable[[RunStatus], bool], wait_s: float) -> RunStatus:
-        """Poll the run until ``reached`` is true, at most ``wait_s`` seconds; return the last status."""
-        return await poll(self.poller.refresh, reached, wait_s)
 
 
 async def poll(look: Callable[[], T], reached: Callable[[T], bool], wait_s: float) -> T:

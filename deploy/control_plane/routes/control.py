@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 
 from fastapi import APIRouter
 
-from deploy.control_plane.routes.context import By, Context, InContext, accepted
+from deploy.control_plane.routes.context import By, Context, InContext, accepted, poll
 from deploy.control_plane.status.scaling import NO_SUPERVISOR, order_replicas, scale_command
 from deploy.control_plane.web.refusal import Refusal
 from schemas.control_api.base import OVER, PauseMode
@@ -59,7 +59,7 @@ async def _give(context: Context, by: str, name: str, text: str, order: Callable
 async def _pause(context: Context, by: str, mode: PauseMode, wait_s: float, order: str) -> Accepted:
     pause = context.broker.run_control.pause
     changed = await _give(context, by, "paused", f"pause ({mode}) ordered", pause, mode)
-    status = await context.wait_status(lambda status: status.pause.done or status.pause.mode != mode, wait_s)
+    status = await poll(context.poller.refresh, lambda status: status.pause.done or status.pause.mode != mode, wait_s)
     missing = status.pause.waiting_for
     text = "paused" if status.pause.done else f"waiting for {', '.join(missing)}"
     return accepted(status.state, order, changed, text, status.pause.done, missing)
@@ -76,7 +76,7 @@ async def resume(context: InContext, by: By, body: WaitRequest | None = None) ->
     def resumed(status: RunStatus) -> bool:
         return status.pause.mode == "none" and not paused(status)
 
-    status = await context.wait_status(resumed, (body or WaitRequest()).wait_s)
+    status = await poll(context.poller.refresh, resumed, (body or WaitRequest()).wait_s)
     waiting = paused(status)
     text = "the run has resumed" if not waiting else f"waiting for {', '.join(waiting)}"
     return accepted(status.state, "resume", changed, text, resumed(status), waiting)
@@ -93,7 +93,7 @@ async def checkpoint(context: InContext, by: By, body: WaitRequest | None = None
             for service in status.services
         )
 
-    status = await context.wait_status(written, (body or WaitRequest()).wait_s)
+    status = await poll(context.poller.refresh, written, (body or WaitRequest()).wait_s)
     done = written(status)
     text = "the checkpoint is saved" if done else "the trainer saves it after the current step"
     return accepted(status.state, "checkpoint", True, text, done, ["trainer"])
@@ -119,7 +119,7 @@ async def evaluate(context: InContext, by: By, body: EvaluationRequest | None = 
     def complete(status: RunStatus) -> bool:
         return any(one.version == version and one.complete for one in context.poller.evaluations)
 
-    status = await context.wait_status(complete, body.wait_s)
+    status = await poll(context.poller.refresh, complete, body.wait_s)
     done = complete(status)
     text = f"version {version} is evaluated" if done else f"the evaluation of version {version} is under way"
     by_whom = "feeder" if version > status.version else "generator"
