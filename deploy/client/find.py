@@ -188,7 +188,7 @@ def show_runs(url: str | None, as_json: bool) -> None:
 
 
 def _found(head: RunHead | None) -> dict[str, Any]:
-    nothing = {"reward": None, "updated": None, "tags": [], "notes": None}
+    nothing: dict[str, Any] = {"reward": None, "updated": None, "tags": [], "notes": None}
     return nothing if head is None else {name: getattr(head, name) for name in nothing}
 
 
