@@ -36,8 +36,8 @@ def list_trajectories(
     from schemas.control_api.trajectories import Trajectories
 
     wanted = {"task_id": task, "version": version, "finish": finish, "state": state, "kind": kind}
-    wanted |= {"reward_min": reward_min, "reward_max": reward_max}
-    answer = target.open().get("/v1/trajectories", **wanted, limit=limit, order="newest")
+    rewarded = {"reward_min": reward_min, "reward_max": reward_max}
+    answer = target.open().get("/v1/trajectories", **wanted, **rewarded, limit=limit, order="newest")
     if target.as_json:
         print_json(answer)
     else:
