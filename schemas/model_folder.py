@@ -101,7 +101,7 @@ def check_quantised(path: str | Path, setting: str = "model.path", adapted: bool
 def keep_layout(model: Any) -> None:
     """Have a model with weights in 4 bits compute with them as they are stored, in its own type.
 
-    On processors with AVX512-BF16 bitsandbytes would lay them out anew at the first evaluation, and round to bfloat16.
+    On processors with AVX512-BF16 bitsandbytes would lay them out again at the first evaluation, and round to bfloat16.
     """
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):
