@@ -55,10 +55,8 @@ class BatchSource:
     def next(self, new_version: int, stop: StopFlag) -> Batch | None:
         """Return the batch of the next step, which is in the journal; None if asked to stop.
 
-        InfraError after the deadline; NothingToLearn instead if a whole batch of groups in a row came until then and
-        taught nothing. RunFailed if trainer.max_failed_groups in a row have failed.
-
-        new_version: the version that the step will make.
+        InfraError after the deadline, or NothingToLearn if a whole batch of groups in a row came until then and taught
+        nothing. RunFailed if trainer.max_failed_groups in a row have failed. new_version: that the step will make.
         """
         self._taken = []
         self._told_filtered = False
@@ -99,10 +97,7 @@ class BatchSource:
                 return False
 
     def _wait_for_outcomes(self, stop: StopFlag) -> bool:
-        """Wait for outcomes, or for the end of a pause; False if asked to stop, or if all steps are done.
-
-        InfraError after the deadline.
-        """
+        """Wait for outcomes or the end of a pause; False to stop or after all steps, InfraError if too late."""
         pipeline = self._pipeline
         if stop or self._progress.step >= self._settings.steps:
             return False
@@ -133,11 +128,7 @@ class BatchSource:
         return True
 
     def _fail_if_filtered(self, pipeline: PipelineSnapshot) -> None:
-        """Raise NothingToLearn if a step is incomplete because groups teach nothing; a restart would not help.
-
-        If one of the groups taught something, or if none has come for long, that is not certain: the step may also be
-        waiting for generators.
-        """
+        """Raise NothingToLearn if the groups that came, and lately, teach nothing; else generators may be missing."""
         meter = self.intake.meter
         silent = time.monotonic() - self.intake.filtered_at > self._timeout_s / 2
         if meter.in_vain < pipeline.batch or silent:

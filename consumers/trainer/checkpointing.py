@@ -68,10 +68,7 @@ class Checkpointing:
         return [record for record in records if record.step >= self._progress.step]
 
     def trained(self, batch: Batch) -> None:
-        """Note a step that no checkpoint covers; with trainer.record, write its batch to a file.
-
-        The weights have the step, and ``progress`` does not count it yet.
-        """
+        """Note a step that is in the weights and in no checkpoint; with trainer.record, write its batch to a file."""
         self._uncommitted.append(batch.record)
         if self._records:
             with self._context.timer.phase("record"):

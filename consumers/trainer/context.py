@@ -134,10 +134,7 @@ class TrainerContext:
     def create(
         cls, config: TidemillConfig, name: str, broker: Broker, step: Learner, turns: DeviceTurns | None = None
     ) -> Self:
-        """Make the context of the trainer ``name``, which has loaded and taken over nothing yet.
-
-        turns: on GPUs that generators share.
-        """
+        """Make the context of a trainer that has loaded nothing yet. turns: on GPUs that generators share."""
         clock = DeviceClock(step.ranks.world)
 
         def entered(phase: str) -> None:

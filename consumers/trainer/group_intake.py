@@ -103,10 +103,7 @@ class GroupIntake:
     def take(
         self, task_ids: Sequence[int], staleness: int, drained: Collection[str] = ()
     ) -> Iterator[tuple[Group, list[ScoredSample]]]:
-        """Load the trajectories of groups, and drop groups that are too old or do not fit the model.
-
-        drained: generators whose samples are not trained.
-        """
+        """Load groups, and drop those that are too old, do not fit, or are of generators that are ``drained``."""
         version = self._progress.version
         taken = [self._buffer.take(task_id) for task_id in task_ids]
         scored = [[outcome for outcome in outcomes if outcome.trajectory_id] for outcomes in taken]
@@ -123,8 +120,7 @@ class GroupIntake:
             if len(samples) < len(found):
                 why = next(str(body) for body, _ in found if isinstance(body, BadMessage))
                 log.warning("a sample of the group can't be trained", task_id=task_id, reason=why)
-                self._failures.failed(task_id, why)
-                self._end_group(task_id, outcomes, "unreadable", "failed")
+                self._end_group(task_id, outcomes, "unreadable", "failed", failure=why)
                 continue
             if any(body.generator in drained for body, _ in samples):
                 self._end_group(task_id, outcomes, "mismatch")
@@ -132,8 +128,8 @@ class GroupIntake:
             # A sample may have no token of its own, because its environment failed at once: it has no age.
             oldest = min((body.oldest_version for body, _ in samples if body.oldest_version >= 0), default=None)
             if oldest is None:
-                self._failures.failed(task_id, "no sample has a token that the policy sampled")
-                self._end_group(task_id, outcomes, "no_tokens")
+                why = "no sample has a token that the policy sampled"
+                self._end_group(task_id, outcomes, "no_tokens", failure=why)
                 continue
             if version - oldest > staleness:
                 log.warning("group is too old", task_id=task_id, oldest=oldest, version=version)
@@ -147,8 +143,7 @@ class GroupIntake:
             ):
                 if problem is not None:
                     log.warning("group does not fit the model", task_id=task_id, what=what, reason=problem)
-                    self._failures.failed(task_id, problem)
-                    self._end_group(task_id, outcomes, what, "failed")
+                    self._end_group(task_id, outcomes, what, "failed", failure=problem)
                     break
             else:
                 yield group, outcomes
@@ -182,9 +177,7 @@ class GroupIntake:
     def forget_covered(self, records: Sequence[BatchRecord]) -> None:
         """Forget the outcomes of steps that a checkpoint covers."""
         for record in records:
-            for group in record.groups:
-                for member in group.members:
-                    self._claimed.pop(member.scored_id, None)
+            self._forget(self.outcomes_of(record))
 
     def outcomes_of(self, record: BatchRecord) -> list[ScoredSample]:
         """Return the outcomes of a step's groups, as far as they are known."""
@@ -210,63 +203,52 @@ class GroupIntake:
         rewards = [outcome.score.reward for outcome in scored]
         broken = {outcome.sample: outcome.score.broken_version for outcome in outcomes}
         versions = [version for version in broken.values() if version >= 0]
-        settings = self._advantage_of(outcomes[0].score.dataset)
+        first, size = outcomes[0].score, outcomes[0].group_size
+        settings = self._advantage_of(first.dataset)
         term = settings.filter_term or ""
         compared = [outcome.score.components.get(term, outcome.score.reward) for outcome in scored]
         # A sample's second outcome, behind these, says nothing of it.
-        firsts = outcomes[: outcomes[0].group_size]
+        firsts = outcomes[:size]
         lost = [outcome for outcome in firsts if not outcome.trajectory_id]
         failed = [outcome.score.failure or "workflow" for outcome in lost if not outcome.excluded]
         self.meter.lose(failed, len(lost) - len(failed))
-        given = outcomes[0].score.dataset in self._supervised
-        if rewards and not given:
-            self._count_dataset(scored, rewards)
-            self.meter.add(rewards, has_signal(compared, settings.least_std), compared)
-        if 2 * len(versions) > outcomes[0].group_size:
-            self._failures.failed(task_id, describe_broken(max(versions)))
-            self._end_group(task_id, outcomes, "not_finite", "failed")
-        elif not rewards and {*failed} == {UNREWARDED}:
-            self._end_group(task_id, outcomes, UNREWARDED)
-        elif not rewards:
-            self._failures.failed(task_id, _why_failed(outcomes))
-            self._end_group(task_id, outcomes, "no_reward", "failed")
-        elif settings.partial_groups == "drop" and len(rewards) < outcomes[0].group_size:
-            self._failures.failed(task_id, _why_failed(outcomes))
-            self._end_group(task_id, outcomes, "partial")
-        else:
-            self._failures.succeeded(task_id)
-            self._drop_without_signal(task_id, outcomes, compared)
-
-    def _count_dataset(self, scored: Sequence[ScoredSample], rewards: Sequence[float]) -> None:
-        scores = [outcome.score for outcome in scored]
-        if scores[0].dataset:
-            correct = [score.correct for score in scores]
-            self.datasets.add(scores[0].dataset, rewards, correct, scores[0].level)
-
-    def _drop_without_signal(self, task_id: int, outcomes: list[ScoredSample], rewards: list[float]) -> None:
-        """End a group whose rewards, or whose filtering term, carry no signal; keep any other."""
-        scores = [outcome.score for outcome in outcomes]
-        settings = self._advantage_of(scores[0].dataset)
-        compared = not any(one.teacher_logprobs is not None or one.dataset in self._supervised for one in scores)
-        if compared and settings.drops_zero_variance and not has_signal(rewards, settings.least_std):
-            why = "zero_variance"
-        elif compared and not within(rewards, settings.mean_between):
-            why = "mean_reward"
-        else:
-            self.meter.keep()
-            for outcome in outcomes:
-                self._buffer.add(outcome)
+        signal = has_signal(compared, settings.least_std)
+        if rewards and first.dataset not in self._supervised:
+            if (own := scored[0].score).dataset:
+                self.datasets.add(own.dataset, rewards, [outcome.score.correct for outcome in scored], own.level)
+            self.meter.add(rewards, signal, compared)
+        if 2 * len(versions) > size:
+            self._end_group(task_id, outcomes, "not_finite", "failed", failure=describe_broken(max(versions)))
             return
-        self.filtered_at = time.monotonic()
-        self._end_group(task_id, outcomes, why)
+        if not rewards and {*failed} == {UNREWARDED}:
+            self._end_group(task_id, outcomes, UNREWARDED)
+            return
+        if not rewards:
+            self._end_group(task_id, outcomes, "no_reward", "failed", failure=_why_failed(outcomes))
+            return
+        if settings.partial_groups == "drop" and len(rewards) < size:
+            self._end_group(task_id, outcomes, "partial", failure=_why_failed(outcomes))
+            return
+        self._failures.succeeded(task_id)
+        scores = [outcome.score for outcome in outcomes]
+        judged = not any(one.teacher_logprobs is not None or one.dataset in self._supervised for one in scores)
+        flat = settings.drops_zero_variance and not signal
+        if judged and (flat or not within(compared, settings.mean_between)):
+            self.filtered_at = time.monotonic()
+            self._end_group(task_id, outcomes, "zero_variance" if flat else "mean_reward")
+            return
+        self.meter.keep()
+        for outcome in outcomes:
+            self._buffer.add(outcome)
 
     def _join(self, body: Trajectory | BadMessage | None, score: Score) -> Trajectory | BadMessage | None:
         """Return a sample with the log-probabilities of its teacher; BadMessage if they do not fit its tokens."""
         if not isinstance(body, Trajectory):
             return body
         body.trace += score.trace
-        given = score.teacher_logprobs if body.dataset in self._taught else None
-        if given is None and body.dataset in self._taught:
+        taught = body.dataset in self._taught
+        given = score.teacher_logprobs if taught else None
+        if taught and given is None:
             return BadMessage("its score has no log-probabilities of its teacher")
         if given is body.teacher_logprobs:
             return body
@@ -285,7 +267,6 @@ class GroupIntake:
         return found
 
     def _find_image_problem(self, group: Group) -> str | None:
-        """Say why a group's images don't fit its tokens; None if they do."""
         if not group.images:
             return None
         if self._image_settings is None:
@@ -300,14 +281,12 @@ class GroupIntake:
         return None
 
     def _find_expert_problem(self, group: Group) -> str | None:
-        """Say why the model's routers can't repeat the choices reported for a group; None if they can."""
         if self._router_replay is None:
             return None
         found = (self._router_replay.find_problem(one.routed_experts) for one, _ in group.samples if one.routed_experts)
-        return next((problem for problem in found if problem is not None), None)
+        return next(filter(None, found), None)
 
     def _find_token_problem(self, group: Group) -> str | None:
-        """Return a message that names a sampled token which model.output_tokens rules out, or None."""
         if self._output_tokens is None:
             return None
         for sample, _ in group.samples:
@@ -316,8 +295,12 @@ class GroupIntake:
                 return f"it has token {wrong[0]}, which model.output_tokens does not match"
         return None
 
-    def _end_group(self, task_id: int, outcomes: Sequence[ScoredSample], reason: str, how: str = "dropped") -> None:
-        """End a group without training it; its slot is freed."""
+    def _end_group(
+        self, task_id: int, outcomes: Sequence[ScoredSample], reason: str, how: str = "dropped", failure: str = ""
+    ) -> None:
+        """End a group without training it; its slot is freed. failure: why it counts in a streak of failures."""
+        if failure:
+            self._failures.failed(task_id, failure)
         self.meter.drop(reason)
         scored, rate = [outcome.scored_id for outcome in outcomes], solve_rate(outcomes)
         if self._session.drop_group(task_id, reason, scored, how, rate):
@@ -336,7 +319,6 @@ def solve_rate(outcomes: Sequence[ScoredSample]) -> float | None:
 
 
 def _why_failed(outcomes: Sequence[ScoredSample]) -> str:
-    """Return the reason of a group's first sample that has no reward."""
     first = next(outcome for outcome in outcomes if not outcome.trajectory_id)
     reason = first.score.reason or "no reason is known"
     return f"reward {reason}" if first.excluded else reason

@@ -72,10 +72,7 @@ class Leadership:
         return max(self._context.progress.version, self.published) + 1
 
     def restore(self, from_checkpoint: bool) -> None:
-        """Find out whose run this is and which versions were published, after the newest checkpoint was loaded, if any.
-
-        ConfigError if the checkpoint is another run's.
-        """
+        """Find the run and what was published, after a load; ConfigError if the checkpoint is another run's."""
         context = self._context
         record = claim_folder(context.config)
         if context.progress.run_id not in ("", record.id):
@@ -91,10 +88,7 @@ class Leadership:
         self._fresh = found is None and not from_checkpoint
 
     def take_over(self, saved: int) -> bool:
-        """Become the trainer; returns whether the broker had lost something and was repaired.
-
-        saved: the step that checkpoints cover. FencedError if a newer trainer has used the folder.
-        """
+        """Become the trainer, with checkpoints up to the step ``saved``; returns whether the broker was repaired."""
         context, progress = self._context, self._context.progress
         takeover = context.session.take_over(self._request(saved))
         self.leader_term = takeover.leader_term

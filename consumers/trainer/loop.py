@@ -40,10 +40,7 @@ log = structlog.get_logger()
 
 
 class Trainer:
-    """A trainer process. progress: what its weights were trained on. pause: follows the orders of users.
-
-    finished: whether it has finished the run.
-    """
+    """A trainer process. progress: of its weights. pause: follows users' orders. finished: whether the run is."""
 
     def __init__(
         self, config: TidemillConfig, name: str, broker: Broker, step: Learner, turns: DeviceTurns | None = None
@@ -109,10 +106,7 @@ class Trainer:
         return self.checkpoints.replayable()
 
     def unblock_others(self) -> None:
-        """Provide, while no batch comes, what other services may wait for: room in the broker, weights, metrics.
-
-        RunFailed if no generator can use the weights.
-        """
+        """While no batch comes, make room in the broker, publish; RunFailed if no generator can use the weights."""
         self.checkpoints.poll()
         self.publisher.publish()
         self.refusal_watch.check()

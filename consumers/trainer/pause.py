@@ -74,10 +74,7 @@ class PauseFollower:
         return bool(reasons)
 
     def hold(self, stop: StopFlag, drained: bool = False) -> bool:
-        """Wait while the trainer has to pause; True if it had to. BrokerLost if the broker has lost its orders.
-
-        drained: as in ``follow``.
-        """
+        """Wait while paused; True if it was. drained: as in ``follow``. BrokerLost if the orders are lost."""
         held = False
         while not stop:
             position = self._broker.ledger.change_position()

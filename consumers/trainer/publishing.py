@@ -88,10 +88,7 @@ class WeightPublisher:
         self._wait_sent()
 
     def _open_publication(self) -> WeightPublication:
-        """Return what publishes through the configured transport; the first time, also begin to serve peers.
-
-        This waits for the takeover: before it, a trainer can't repair the broker's keys.
-        """
+        """Return what publishes, and begin to serve peers: not before the takeover, which repairs keys."""
         if self._publication is None:
             settings, connection = self._context.config.trainer.publish, self._context.broker.connection
             # Versions published through peers stay there after the setting was changed.

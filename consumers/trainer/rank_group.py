@@ -150,11 +150,7 @@ class RankGroup:
         return self._run_step(plan.batch(self.ranks.dp_rank), version, trace)
 
     def gather(self, tokens: Sequence[int], file: Path) -> tuple[Snapshot, npt.NDArray[np.float32]]:
-        """Take the current weights, in the wire dtype, and log-probabilities of all ``tokens`` but the first.
-
-        ``Snapshot.fill`` must still write them into ``file``: the next optimizer step waits for that. OSError if it
-        can't be made.
-        """
+        """Take the weights, which ``fill`` writes into ``file``, and all tokens' scores but the first's; OSError."""
         self.hold()
         mark = Snapshots.create(file)
         self._send_to_all(Gather(list(tokens), str(file), mark))
@@ -169,11 +165,7 @@ class RankGroup:
     def save(
         self, *, step: int, version: int, leader_term: int, extra: dict[str, Any], evaluated: bool = False
     ) -> None:
-        """Begin a checkpoint of the current state; see CheckpointStore. Call ``wait_saved`` before the next one.
-
-        Training may continue at once. With trainer.checkpoint.asynchronous it is written in the background.
-        evaluated: as in ``CheckpointStore.take``.
-        """
+        """Begin a checkpoint, see CheckpointStore, perhaps in the background; ``wait_saved`` before the next."""
         self.hold()
         self._send_to_all(Save(step, version, leader_term))
         taken = self.checkpoint_store.take(
@@ -246,10 +238,7 @@ class RankGroup:
         return time.monotonic() - started
 
     def offload(self) -> None:
-        """Move the state of training to main memory, on all ranks, and give shared GPUs to generators.
-
-        Until ``onload`` nothing else may be called.
-        """
+        """Move the state to main memory, and give shared GPUs; until ``onload`` nothing else may be called."""
         self._send_to_all(Act("offload"))
         self._wait_copied()
         if self._writing is not None and not self._asynchronous:
@@ -320,7 +309,6 @@ class RankGroup:
             getattr(self, command.name)(*([Path(command.path)] if command.path else []))
 
     def _wait_copied(self) -> None:
-        """Wait until the snapshot's weights are copied, before they change."""
         snapshot, self._snapshot = self._snapshot, None
         if snapshot is not None:
             snapshot.wait()

@@ -39,10 +39,7 @@ class ReplayPlan:
 
 
 def plan_replay(config: TidemillConfig, first: int, last: int | None) -> ReplayPlan:
-    """Plan a replay; ConfigError if its checkpoints or batches are missing or damaged.
-
-    last: the step of the checkpoint to compare with, the newest by default.
-    """
+    """Plan a replay up to ``last``, the newest checkpoint by default; ConfigError if anything needed is missing."""
     checkpoints, batches = CheckpointStore(config.folder / "checkpoints"), BatchFiles(config.folder)
     goal = checkpoints.at(last)
     last = step_of(goal)
@@ -78,11 +75,7 @@ def run_replay(
     on_step: Callable[[int], None],
     before_step: Callable[[RankGroup, int], None] | None = None,
 ) -> Comparison | None:
-    """Train and compare; every rank of ``plan.world`` calls this, and rank 0 has the answer, others None.
-
-    on_step: called with the number of each step that was trained. before_step: called with the version of the weights
-    that are trained next.
-    """
+    """Train and compare on every rank; rank 0 returns the answer. before_step: gets the version trained next."""
     torch.set_num_threads(plan.threads)
     torch.manual_seed(config.run.seed)
     ranks = Ranks(config.trainer.rank_deadline_s, ParallelConfig(**plan.parallel))

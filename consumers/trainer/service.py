@@ -41,7 +41,6 @@ def run_trainer(config: TidemillConfig, name: str) -> None:
 
 
 def _train(config: TidemillConfig, name: str, ranks: Ranks, stop: StopFlag) -> bool:
-    """Do the work of this rank, and return whether the run is finished."""
     shared = SharedGpus.from_environment()
     turns = DeviceTurns(shared, ranks.is_main) if shared is not None else None
     if turns is not None:

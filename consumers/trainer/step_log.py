@@ -102,11 +102,7 @@ class StepLog:
         self.write_evaluations()
 
     def write_evaluations(self) -> None:
-        """Write the evaluations that have become complete; wait while the disk is full.
-
-        Trackers get them at once, metrics.jsonl with the line of the next step. If the broker has lost a part of an
-        open evaluation, the evaluation is repaired, so that it ends.
-        """
+        """Write complete evaluations, to metrics.jsonl with the next step; repair open ones that lost a part."""
         evaluation = self._config.eval
         if evaluation is None:
             return
@@ -162,7 +158,6 @@ class StepLog:
         self._tell_mended(mended)
 
     def _tell_mended(self, found: Mapping[int, MendedSamples]) -> None:
-        """Report parts of evaluations that the broker had lost."""
         for version, (again, failed, _) in found.items():
             if not again and not failed:
                 continue
@@ -207,7 +202,6 @@ class StepLog:
         self._retry("log", write)
 
     def _figures(self, batch: Batch, result: StepResult) -> dict[str, Any]:
-        """Return the step's metrics under the usual sections."""
         figures: dict[str, Any] = {
             "step": self._progress.step,
             "version": self._progress.version,

@@ -12,6 +12,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from schemas.errors import DiskError
+
+
+@contextmanager
+def disk_errors(what: str) -> Iterator[None]:
+    """Raise DiskError, with ``what`` before the reason, for an OSError in the block."""
+    try:
+        yield
+    except OSError as error:
+        raise DiskError(f"{what}: {error}") from error
+
 
 def remove_tree(folder: Path) -> str:
     """Remove a folder that a stranger has filled: of any depth, without following links, in 60 s at most.

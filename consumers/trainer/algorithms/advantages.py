@@ -33,10 +33,7 @@ Advantage: TypeAlias = Callable[[Floats, Ints], Floats]
 
 
 def has_signal(rewards: Sequence[float], least_std: float = 0.0) -> bool:
-    """Return False if all rewards of a group are equal: every group-relative advantage is then zero.
-
-    Rewards whose standard deviation (of the group itself, over n) is not above ``least_std`` have no signal either.
-    """
+    """Return whether rewards of a group differ, with a standard deviation (over n) above ``least_std``."""
     return len(rewards) > 0 and max(rewards) > min(rewards) and float(np.std(rewards)) > least_std
 
 
@@ -68,8 +65,7 @@ def grpo(rewards: Floats, groups: Ints, eps: float = 1e-6, ddof: int = 1) -> Flo
     """A = (R - mean) / (std + eps) within the group, std over n - ddof samples (arXiv:2402.03300)."""
     mean, size = _group_mean(rewards, groups)
     deviation = rewards - mean
-    square_sum = _group_sum(deviation**2, groups)
-    std = np.sqrt(square_sum / np.maximum(size - ddof, 1))
+    std = np.sqrt(_group_sum(deviation**2, groups) / np.maximum(size - ddof, 1))
     return np.asarray(deviation / (std + eps))
 
 
@@ -80,13 +76,9 @@ def rloo(rewards: Floats, groups: Ints) -> Floats:
 
 
 def lite_ppo(rewards: Floats, groups: Ints, eps: float = 1e-6) -> Floats:
-    """A = (R - group mean) / (std of the whole batch + eps) (arXiv:2508.08221).
-
-    The std is that of the rewards over every sample of the batch, with n-1.
-    """
-    mean, _ = _group_mean(rewards, groups)
+    """A = (R - group mean) / (std + eps), std that of all rewards of the batch, with n-1 (arXiv:2508.08221)."""
     std = float(np.std(rewards, ddof=1)) if rewards.size > 1 else 0.0
-    return (rewards - mean) / (std + eps)
+    return centered(rewards, groups) / (std + eps)
 
 
 def max_rl(rewards: Floats, groups: Ints) -> Floats:
@@ -100,7 +92,6 @@ class TurnAdvantage(Protocol):
     """An advantage of model calls, built with its arguments; every loss token has that of its call."""
 
     per_turn: ClassVar[bool] = True
-    """True for advantages of calls, to tell them from functions over samples."""
 
     def __call__(self, rewards: Floats, samples: Ints, peers: Ints, /) -> Floats:
         """Advantages of all C calls of the step, float64 [C], those of a sample together and in the order of time.
@@ -129,13 +120,11 @@ class Turns:
             raise ConfigError(f"trainer.advantage turns: turn_gamma {self.turn_gamma} must be from 0 to 1")
 
     def __call__(self, rewards: Floats, samples: Ints, peers: Ints) -> Floats:
-        """Advantages of all calls, [C]."""
         returns = rewards.copy()
         for call in range(len(returns) - 2, -1, -1):
             if samples[call] == samples[call + 1]:
                 returns[call] += self.turn_gamma * returns[call + 1]
-        mean, _ = _group_mean(returns, peers)
-        return np.asarray(returns - mean)
+        return centered(returns, peers)
 
 
 def _group_sum(values: Floats, groups: Ints) -> Floats:
@@ -175,7 +164,6 @@ class TokenAdvantage(Protocol):
     """An advantage of single tokens, built with its arguments."""
 
     per_token: ClassVar[bool] = True
-    """True for advantages of tokens, to tell them from functions over samples."""
 
     def __call__(self, batch: Sequence[TokenRewards], all_reduce_sum: AllReduceSum, /) -> list[TokenAdvantages]:
         """Advantages of all micro-batches of the step on this rank; sums over ranks are for what is normalised."""
@@ -195,7 +183,6 @@ class ReinforcePp:
     per_token: ClassVar[bool] = True
 
     def __call__(self, batch: Sequence[TokenRewards], all_reduce_sum: AllReduceSum) -> list[TokenAdvantages]:
-        """Advantages and returns of each micro-batch, [R, T]."""
         returns = [part.sequences.sum_backwards(part.rewards, self.gamma) for part in batch]
         normalised = whiten(returns, [part.sequences.mask for part in batch], all_reduce_sum, self.eps)
         return [TokenAdvantages(a, r) for a, r in zip(normalised, returns, strict=True)]
@@ -235,10 +222,7 @@ class Gae:
 def whiten(
     values: Sequence[Tensor], masks: Sequence[Tensor], all_reduce_sum: AllReduceSum, eps: float = 1e-5
 ) -> list[Tensor]:
-    """(values - mean) / (std + eps) over the loss tokens of all micro-batches and ranks, each [R, T].
-
-    The std with n-1, in two passes. A step of a single loss token gives zero.
-    """
+    """(values - mean) / (std + eps), std with n-1, over all micro-batches' and ranks' loss tokens; each [R, T]."""
     chosen = [torch.where(mask, value, 0).double() for value, mask in zip(values, masks, strict=True)]
     counts = [mask.sum().double() for mask in masks]
     total, tokens = all_reduce_sum(_sums([torch.stack([c.sum(), n]) for c, n in zip(chosen, counts, strict=True)], 2))
@@ -291,10 +275,7 @@ def sequence_mean(lengths: Ints, groups: Ints, totals: Totals) -> Floats:
 
 def prompt_mean(lengths: Ints, groups: Ints, totals: Totals) -> Floats:
     """Mean over prompt groups of the mean over a group's tokens."""
-    if not len(lengths):
-        return np.zeros(0)
-    _, index = np.unique(groups, return_inverse=True)
-    tokens = np.bincount(index, weights=lengths)[index]
+    tokens = _group_sum(lengths.astype(np.float64), groups)
     return 1.0 / (np.maximum(tokens, 1) * max(totals.groups, 1))
 
 

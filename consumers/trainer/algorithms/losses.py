@@ -105,10 +105,7 @@ class BoundLoss:
 
     @classmethod
     def load(cls, name: str, args: dict[str, Any], base: Path | None = None, where: str = "trainer.loss") -> Self:
-        """Load the loss called ``name``; ConfigError if it does not exist or does not take these arguments.
-
-        base: where users' own files are looked up. where: the setting.
-        """
+        """Load a loss; ConfigError names the setting ``where``. base: where users' own files are looked up."""
         written = LOSSES.get(name, base)
         bound = bind(where, written, args)
         # A function's attributes are on the function itself, those of a class on what was built of it.
@@ -139,10 +136,7 @@ def bounded_difference(logprobs: Tensor, others: Tensor, mask: Tensor) -> Tensor
 def clipped_surrogate(
     ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float, dual_clip: float | None
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """PPO's term for any ratio [R, T], and where its gradient is zero: ``clipped``, bool [R, T], and by which bound.
-
-    max(-A*r, -A*clip(r, 1-clip_low, 1+clip_high)), at most -A*dual_clip where A < 0.
-    """
+    """PPO's term, as in ``ppo``, for any ratio [R, T], and bool [R, T]: ``clipped``, and by which bound."""
     plain = -advantages * ratio
     bounded = -advantages * ratio.clamp(1 - clip_low, 1 + clip_high)
     loss = torch.maximum(plain, bounded)
@@ -186,10 +180,7 @@ def dapo(inputs: LossInputs, *, clip_low: float = 0.2, clip_high: float = 0.28) 
 
 
 def dr_grpo(inputs: LossInputs, *, clip_low: float = 0.2, clip_high: float = 0.2) -> LossOutput:
-    """PPO's term with the advantage ``centered`` and the aggregation ``constant`` (Dr. GRPO, arXiv:2503.20783).
-
-    Neither the length of a sequence nor the spread of its group's rewards is in the denominator.
-    """
+    """PPO's term with the advantage ``centered``, the aggregation ``constant`` (Dr. GRPO, arXiv:2503.20783)."""
     return ppo(inputs, clip_low=clip_low, clip_high=clip_high, dual_clip=None)
 
 
@@ -254,10 +245,8 @@ class DecoupledPpo:
     needs_proximal: ClassVar[bool] = True
 
     def __call__(self, inputs: LossInputs) -> LossOutput:
-        """Compute the loss of one micro-batch; ConfigError without proximal log-probabilities."""
-        if inputs.proximal_logprobs is None:
-            raise ConfigError("decoupled_ppo needs proximal log-probabilities, and the caller gave none")
-        proximal = inputs.proximal_logprobs.detach()
+        """Compute a micro-batch's loss; ConfigError without proximal log-probabilities."""
+        proximal = _proximal_of(inputs, "decoupled_ppo")
         moved = bounded_difference(inputs.logprobs, proximal, inputs.mask)
         weight = bounded_difference(proximal, inputs.rollout_logprobs, inputs.mask).exp()
         over = weight > self.weight_limit
@@ -271,7 +260,10 @@ class DecoupledPpo:
         return LossOutput(weight * loss, {**marks, "masked": left_out, "weight": weight})
 
 
-_HALVINGS = 64
+def _proximal_of(inputs: LossInputs, loss: str) -> Tensor:
+    if inputs.proximal_logprobs is None:
+        raise ConfigError(f"{loss} needs proximal log-probabilities, and the caller gave none")
+    return inputs.proximal_logprobs.detach()
 
 
 def gspo(inputs: LossInputs, *, clip_low: float = 3e-4, clip_high: float = 4e-4) -> LossOutput:
@@ -287,33 +279,31 @@ def gspo(inputs: LossInputs, *, clip_low: float = 3e-4, clip_high: float = 4e-4)
     return LossOutput(loss, marks)
 
 
+@dataclass(frozen=True, kw_only=True)
 class M2po:
     """PPO without the tokens of largest (log rollout - log proximal)^2: so many that the others' mean is below 0.04.
 
     The mean is over the whole optimizer step, all micro-batches and ranks (M2PO, arXiv:2510.01161). The proximal
-    policy is that of the step's start. What is left is clipped as in ``ppo``.
+    policy is that of the step's start, to measure how far it has really moved. What is left is clipped as in ``ppo``.
     """
 
-    needs_proximal = True
-    recomputes = True
-    """The loss measures how far the policy has really moved."""
+    second_moment: float = 0.04
+    clip_low: float = 0.2
+    clip_high: float = 0.28
+    dual_clip: float | None = 3.0
+    needs_proximal: ClassVar[bool] = True
+    recomputes: ClassVar[bool] = True
 
-    def __init__(
-        self,
-        *,
-        second_moment: float = 0.04,
-        clip_low: float = 0.2,
-        clip_high: float = 0.28,
-        dual_clip: float | None = 3.0,
-    ) -> None:
-        if not second_moment > 0:
-            raise ConfigError(f"m2po: second_moment {second_moment:g} must be above 0")
-        self.second_moment = second_moment
-        self.clip = (clip_low, clip_high, dual_clip)
+    def __post_init__(self) -> None:
+        if not self.second_moment > 0:
+            raise ConfigError(f"m2po: second_moment {self.second_moment:g} must be above 0")
 
     def select_tokens(self, batch: Sequence[LossInputs], all_reduce_sum: AllReduceSum) -> list[Tensor]:
         """Choose the tokens to keep in each micro-batch, bool [R, T]."""
-        moments = [_squares(inputs) for inputs in batch]
+        moments = [
+            bounded_difference(_proximal_of(inputs, "m2po"), inputs.rollout_logprobs, inputs.mask).square()
+            for inputs in batch
+        ]
         kept = [moment[inputs.mask] for moment, inputs in zip(moments, batch, strict=True)]
         limit = largest_kept(torch.cat(kept) if kept else torch.zeros(0), self.second_moment, all_reduce_sum)
         return [inputs.mask & (moment.double() <= limit) for moment, inputs in zip(moments, batch, strict=True)]
@@ -322,7 +312,8 @@ class M2po:
         """Compute the loss of one micro-batch, zero at the tokens that ``select_tokens`` left out."""
         if inputs.kept is None:
             raise ConfigError("m2po has to see the whole step before, and its select_tokens was not called")
-        loss, marks = clipped_surrogate(log_ratio(inputs).exp(), inputs.advantages, *self.clip)
+        clip = (self.clip_low, self.clip_high, self.dual_clip)
+        loss, marks = clipped_surrogate(log_ratio(inputs).exp(), inputs.advantages, *clip)
         left_out = inputs.mask & ~inputs.kept
         marks = {name: mark & inputs.kept for name, mark in marks.items()}
         return LossOutput(torch.where(inputs.kept, loss, 0.0), {**marks, "masked": left_out})
@@ -345,14 +336,7 @@ def largest_kept(values: Tensor, limit: float, all_reduce_sum: AllReduceSum) -> 
     low, high = 0.0, 4.0 * 20.0**2
     if acceptable(high):
         return high
-    for _ in range(_HALVINGS):
+    for _ in range(64):
         middle = (low + high) / 2
         low, high = (middle, high) if acceptable(middle) else (low, middle)
     return low
-
-
-def _squares(inputs: LossInputs) -> Tensor:
-    """(log rollout - log proximal)^2, [R, T], zero at masked positions."""
-    if inputs.proximal_logprobs is None:
-        raise ConfigError("m2po needs proximal log-probabilities, and the caller gave none")
-    return bounded_difference(inputs.proximal_logprobs, inputs.rollout_logprobs, inputs.mask).detach().square()

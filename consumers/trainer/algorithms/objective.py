@@ -107,7 +107,7 @@ class Objective:
     @classmethod
     def from_config(cls, settings: TrainerConfig, base: Path | None = None) -> Self:
         """Build the objective; ConfigError if a name does not exist, or does not take its arguments."""
-        loss, kl, found = settings.loss, settings.kl, list[BoundLoss]()
+        kl, found = settings.kl, list[BoundLoss]()
         for label, own in settings.losses.items():
             where = setting_of("loss", label)
             found.append(BoundLoss.load(own.name, own.args, base, where))
@@ -119,8 +119,8 @@ class Objective:
             kl_coef=kl.coef if kl.place == "loss" else 0.0,
             kl_corrected=kl.bias_correction,
             estimator=KL_ESTIMATORS.get(kl.estimator, base),
-            entropy_coef=loss.entropy_coef,
-            interpolate=loss.proximal == "interpolate",
+            entropy_coef=settings.loss.entropy_coef,
+            interpolate=settings.loss.proximal == "interpolate",
             taught=kl.reference == "teacher",
             others=tuple(found[1:]),
         )
@@ -133,8 +133,7 @@ class Objective:
         if inputs.proximal_logprobs is not None or not self.loss.needs_proximal:
             return inputs
         proximal = inputs.logprobs.detach()
-        interpolate = self.interpolate and not self.loss.recomputes
-        if interpolate and inputs.versions is not None:
+        if self.interpolate and not self.loss.recomputes and inputs.versions is not None:
             proximal = interpolated(inputs.logprobs, inputs.rollout_logprobs, inputs.versions, version)
         return replace(inputs, proximal_logprobs=proximal)
 

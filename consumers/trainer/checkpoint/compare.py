@@ -27,10 +27,7 @@ class Comparison:
 
 
 def compare(train: Learner, path: Path) -> Comparison:
-    """Compare weights and optimizer state with those of a whole checkpoint; every rank must call this.
-
-    One part at a time is read, so memory grows by the largest of policy, critic and their optimizers.
-    """
+    """Compare weights and optimizers with a whole checkpoint's, part by part in memory; every rank must call this."""
     compared = 0
     differs: dict[str, float] = {}
     for part, ours in tensors_of(train).items():
@@ -45,7 +42,6 @@ def compare(train: Learner, path: Path) -> Comparison:
 
 
 def _room_for(tree: Any) -> Any:
-    """Return the tensors of the same names and shapes without values, and nothing else."""
     if isinstance(tree, Tensor):
         return torch.empty_like(tree)
     return {name: _room_for(inner) for name, inner in tree.items() if isinstance(inner, Tensor | dict)}
@@ -65,5 +61,4 @@ def _same_bits(a: Tensor, b: Tensor) -> bool:
 
 
 def _gap(a: Tensor, b: Tensor) -> float:
-    """Return the largest absolute difference."""
     return float((a.detach().double() - b.detach().double()).abs().max()) if a.numel() else 0.0

@@ -45,7 +45,6 @@ def export_checkpoint(
 
 
 def _load_model(config: TidemillConfig, path: Path) -> Policy:
-    """Load the language model of a checkpoint."""
     policy = make_policy(config)
     check_same(path.name, read_state(path).get("adapter"), policy.adapter)
     _fill(policy, path)
@@ -53,7 +52,7 @@ def _load_model(config: TidemillConfig, path: Path) -> Policy:
 
 
 def load_actor(config: TidemillConfig, path: Path) -> Policy:
-    """Load the policy of a checkpoint of a run with model.kind mlp."""
+    """Load the policy of a checkpoint with model.kind mlp."""
     actor = cast(Policy, Actor(PolicyShape.read(config.model.path)))
     _fill(actor, path)
     return actor

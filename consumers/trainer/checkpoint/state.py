@@ -25,10 +25,7 @@ from consumers.trainer.step.learner import Learner
 
 
 def tensors_of(train: Learner, critic: bool = True) -> dict[str, Any]:
-    """Return state dictionaries of models and optimizers by name, for a checkpoint to be written or read.
-
-    critic: whether that of the critic counts, if there is one.
-    """
+    """Return state dictionaries of models and optimizers by name. critic: whether the critic's count."""
     tensors: dict[str, Any] = {}
     for name, (module, update) in train.parts().items():
         if name != "critic" or critic:
@@ -38,7 +35,6 @@ def tensors_of(train: Learner, critic: bool = True) -> dict[str, Any]:
 
 
 def _optimizer(name: str) -> str:
-    """Return the name in checkpoints of a part's optimizer."""
     return "optimizer" if name == "model" else f"{name}_optimizer"
 
 
@@ -120,7 +116,6 @@ def _byte_tensor(text: str) -> torch.Tensor:
 
 
 def _plain(value: Any) -> Any:
-    """Turn arrays into lists, inside dictionaries too."""
     if isinstance(value, dict):
         return {key: _plain(item) for key, item in value.items()}
     return value.tolist() if isinstance(value, np.ndarray) else value

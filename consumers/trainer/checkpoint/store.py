@@ -64,10 +64,7 @@ class Taken:
 
 @dataclass(frozen=True)
 class Restored:
-    """The part of a checkpoint beside the training state. extra: as given to ``save``.
-
-    difference: a line on a critic that is in the checkpoint alone, or in the configuration alone; empty for none.
-    """
+    """A checkpoint's part beside tensors. difference: a line if only it, or only the configuration, has a critic."""
 
     step: int
     version: int
@@ -84,10 +81,7 @@ class Newest:
 
 
 class CheckpointStore:
-    """The checkpoints in ``folder`` of a run's folder. Every rank makes the same calls.
-
-    keep: how many of the newest are kept; keep_best: how many others of versions with the best evaluations.
-    """
+    """The checkpoints in ``folder``: the newest ``keep``, and ``keep_best`` others. All ranks call the same."""
 
     def __init__(self, folder: Path, keep: int = 2, keep_best: int = 0) -> None:
         self.folder = folder
@@ -227,10 +221,7 @@ class CheckpointStore:
         return min(steps) if len(steps) == self.keep else 0
 
     def load(self, path: Path, train: Learner) -> Restored:
-        """Put the state in ``path`` into ``train``, on as many ranks as there are now; InfraError if it is damaged.
-
-        ConfigError if it is of another model.
-        """
+        """Load ``path`` into ``train``, on any number of ranks; InfraError if damaged, ConfigError of another model."""
         with train.ranks.on_all_ranks(f"checkpoint {path} is damaged", InfraError):
             problem = damage(path) if train.ranks.is_main and path != self._whole else None
             self._whole = None
@@ -271,7 +262,6 @@ class CheckpointStore:
         return [path for _, path in sorted(found, key=lambda pair: (int(pair[0][2]), int(pair[0][1])), reverse=True)]
 
     def _best(self, paths: list[Path]) -> list[Path]:
-        """Return those of versions that are evaluated, the best first."""
         of_version = {state["version"]: path for path, state in reversed(_read_states(paths))}
         ranked = best_versions(self._evaluations())
         return [of_version[version] for version in ranked if version in of_version]
@@ -309,7 +299,6 @@ def read_state(path: Path) -> dict[str, Any]:
 
 
 def _read_states(paths: list[Path]) -> list[tuple[Path, dict[str, Any]]]:
-    """Read the states of checkpoints; those of damaged ones are left out."""
     found = []
     for path in paths:
         with suppress(OSError, ValueError):
@@ -345,7 +334,6 @@ def load_tensors(path: Path, into: dict[str, Any]) -> None:
 
 
 def _critic_difference(name: str, had: bool, has: bool) -> str:
-    """Say that only one of checkpoint and configuration has a critic; empty if both or neither do."""
     if had == has:
         return ""
     if has:
@@ -364,12 +352,10 @@ def leader_term_of(path: Path) -> int:
 
 
 def _optimizers(train: Learner) -> dict[str, str]:
-    """Return the kind of each part's optimizer."""
     return {name: type(update.optimizer).__name__ for name, (_, update) in train.parts().items()}
 
 
 def _loss_scales(train: Learner) -> list[LossScale]:
-    """List the scales of the policy's loss and of the critic's; none unless they compute in float16."""
     return [update.loss_scale for _, update in train.parts().values() if update.loss_scale is not None]
 
 

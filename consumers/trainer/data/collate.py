@@ -102,15 +102,11 @@ class MicroBatch:
         )
 
     def to(self, device: torch.device) -> MicroBatch:
-        """Copy all tensors to another device."""
         return replace(self, **{name: value.to(device) for name, value in vars(self).items() if hasattr(value, "to")})
 
 
 def collate(rows: Sequence[TrainRow], images: ImageFiles | None = None) -> MicroBatch:
-    """Make the tensors of one micro-batch.
-
-    Without rows it is one short row without a loss token: a rank without work still takes part in collectives.
-    """
+    """Make a micro-batch's tensors; without rows one short row without loss, for a rank's part in collectives."""
     longest = max((len(row.cut.tokens) for row in rows), default=0)
     shape = (max(1, len(rows)), max(2, longest))
 

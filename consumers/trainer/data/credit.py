@@ -155,7 +155,6 @@ def _means(samples: Samples, credit: Sequence[float | Array]) -> Floats:
 
 
 def _numbered(keys: Sequence[tuple[object, ...]]) -> Ints:
-    """Number keys, equal ones alike."""
     numbers: dict[tuple[object, ...], int] = {}
     return np.array([numbers.setdefault(key, len(numbers)) for key in keys], dtype=np.int64)
 
@@ -191,7 +190,6 @@ def find_calls(trajectory: Trajectory, reward: float) -> Calls:
 
 
 def _names(trajectory: Trajectory, places: list[int]) -> list[str]:
-    """Return the names of the segments in which places of the arrays lie."""
     if not trajectory.segments:
         return ["main"] * len(places)
     ends = [segment.end for segment in trajectory.segments]

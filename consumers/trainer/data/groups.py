@@ -8,10 +8,7 @@ from schemas.messages import BatchRecord, Trajectory
 
 @dataclass(frozen=True)
 class Group:
-    """The samples of one prompt, each with its reward; a partial group has fewer than were asked for.
-
-    images: bytes of their images by digest.
-    """
+    """A prompt's samples with their rewards; a partial group has fewer. images: their images' bytes by digest."""
 
     task_id: int
     samples: Sequence[tuple[Trajectory, float]]

@@ -105,11 +105,7 @@ def shares_of_families(
     families: Sequence[RowFamily],
     token: float,
 ) -> Shares:
-    """Deal packed rows as ``shares`` does, but keep families or their halves together if that is faster.
-
-    Rows of a family that are together save what they share, each token of which costs ``token``. Families are larger
-    than rows, so a few of them may not spread evenly over many micro-batches.
-    """
+    """Deal packed rows with families or halves together, if that is faster: a shared token saves ``token``."""
 
     def whole(parts: Sequence[RowFamily]) -> Shares:
         dealt = shares(
@@ -239,10 +235,7 @@ def _refine(
 
 
 def find_families(tokens: Sequence[npt.NDArray[np.int32]], groups: Sequence[int], most: int) -> list[RowFamily]:
-    """Deal all rows to families of at most ``most`` tokens; a row that begins like no other is one by itself.
-
-    tokens: int32 [L] of each row. groups: index of the group of each row.
-    """
+    """Deal all rows to families of at most ``most`` tokens. tokens: int32 [L] of each row. groups: index of each."""
     members = defaultdict(list)
     for row, group in enumerate(groups):
         members[group].append(row)
@@ -269,10 +262,7 @@ def _family(rows: list[int], common: list[int], tokens: Sequence[npt.NDArray[np.
 
 
 def count_shared(families: Sequence[RowFamily], micro_batches: Sequence[Sequence[int]]) -> list[int]:
-    """Count the tokens that each micro-batch need not compute, because its rows of one family share them.
-
-    0 if they are less than WORTH_IT of those that it reads: the model then computes each row by itself.
-    """
+    """Count each micro-batch's tokens that its rows share; 0 below WORTH_IT of all, when the model shares nothing."""
     places = {row: (f, place) for f, family in enumerate(families) for place, row in enumerate(family.rows)}
     found = []
     for rows in micro_batches:

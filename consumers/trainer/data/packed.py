@@ -192,7 +192,6 @@ class TokenLayout:
     gathered: Tensor | None = None
 
     def to(self, device: torch.device) -> Self:
-        """Copy all tensors to another device."""
         return _to(self, device)
 
     def arguments(self, inputs: Tensor) -> dict[str, Any]:

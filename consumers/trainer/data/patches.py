@@ -40,12 +40,10 @@ class ImageBatch:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """All tensors."""
         found = [*vars(self).values(), *(self.layout or {}).values()]
         return [value for value in found if isinstance(value, Tensor)]
 
     def to(self, device: torch.device) -> ImageBatch:
-        """Copy all tensors to another device."""
         patches, marks, positions = (value.to(device) for value in (self.patches, self.marks, self.positions))
         layout = self.layout and {
             name: value.to(device) if isinstance(value, Tensor) else value for name, value in self.layout.items()
@@ -61,10 +59,7 @@ class ImageFiles:
     files: Mapping[str, bytes]
 
     def batch(self, rows: Sequence[Sequence[PlacedImage]], length: int) -> ImageBatch | None:
-        """Return the images of rows that are padded to ``length``; None without any.
-
-        DataError when one is not there, or has other tokens than stand for it.
-        """
+        """Return the images of rows padded to ``length``, None without any; DataError if one is missing or unfit."""
         if not any(rows):
             return None
         cut: dict[str, tuple[npt.NDArray[np.float32], Grid]] = {}

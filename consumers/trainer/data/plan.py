@@ -77,10 +77,7 @@ class SampleWeights:
 def weigh(
     samples: Samples, shares: Floats, aggregation: Aggregation, max_tokens: int, mask_truncated: bool = False
 ) -> SampleWeights:
-    """Weigh the samples by their loss tokens in all rows; DataError if a weight is not a finite number.
-
-    shares: float64 [S], a factor of each sample's weight; where it is 0, the sample counts in no mean.
-    """
+    """Weigh samples by loss tokens in all rows; DataError if not finite. shares: factors [S], at 0 not in the means."""
     masked = (samples.truncated & mask_truncated) | (shares == 0)
     counted = np.where(masked, 0, samples.lengths)
     totals = Totals.of(counted, samples.groups, max_tokens)
@@ -195,10 +192,7 @@ class StepPlan:
 
 @dataclass(frozen=True)
 class StepBatch:
-    """A rank's part of one step; plan: the whole of it, on the rank that made it.
-
-    updates: number of micro-batches of each minibatch, in their order; by default all are one minibatch.
-    """
+    """A rank's part of a step; plan: all of it, where it was made. updates: micro-batches of each minibatch."""
 
     micro_batches: list[MicroBatch]
     plan: StepPlan | None = None
@@ -250,10 +244,7 @@ class StepPlanner:
         return None if self.images is None else ImageFiles(self.images, bodies)
 
     def plan(self, groups: Sequence[Group]) -> StepPlan:
-        """Plan a step over all ranks; a group may end up on several of them, and so may a sample.
-
-        DataError if the advantage or the aggregation is not one finite number for each sample.
-        """
+        """Plan a step over all ranks; DataError unless each sample's advantage and weight is one finite number."""
         samples = cut(groups)
         datasets = [trajectory.dataset for trajectory in samples.trajectories]
         advantages = [None if one in self.unrewarded else self.advantages.get(one, self.advantage) for one in datasets]

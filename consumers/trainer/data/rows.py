@@ -7,19 +7,18 @@ shares with an earlier row are context: the model reads them, and the other row 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, TypeAlias
+from typing import Any
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from consumers.trainer.algorithms.advantages import Floats, Ints
 from consumers.trainer.data.groups import Group
 from schemas.codec import Array
 from schemas.errors import DataError
 from schemas.messages import PlacedImage, RoutedExperts, Span, Trajectory, versions_of
 
-Floats: TypeAlias = npt.NDArray[np.float64]
-Ints: TypeAlias = npt.NDArray[np.int64]
 TRUNCATED = frozenset(("length", "calls", "deadline"))
 """Ends of a sample at a limit, of tokens, calls or time."""
 
@@ -178,10 +177,7 @@ def loss_tokens(rows: Sequence[CutRow], samples: int) -> npt.NDArray[np.int64]:
 
 
 def _images(images: Sequence[PlacedImage], places: npt.NDArray[np.int64]) -> list[PlacedImage]:
-    """Return the images in a row, by its own positions. places: where its tokens stand in the sample's arrays.
-
-    DataError for one of which a row has a part.
-    """
+    """Return the images in a row, whose tokens are at ``places`` of the sample; DataError for a part of one."""
     found = []
     for image in images:
         start, end = np.searchsorted(places, (image.start, image.end)).tolist()

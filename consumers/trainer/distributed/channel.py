@@ -13,22 +13,17 @@ FOREVER = timedelta(days=365)
 
 
 class Channel:
-    """A connection by which rank 0 sends commands and gets results. Every rank makes one, at the same point.
-
-    group: its process group, for collectives in the same thread.
-    """
+    """A connection with rank 0, which all ranks make at the same point. group: for collectives in the same thread."""
 
     def __init__(self) -> None:
         self.group = dist.new_group(backend="gloo", timeout=FOREVER)
 
     def send(self, rank: int, data: bytes) -> None:
-        """Send a message to a rank; returns when it is sent."""
         dist.send(torch.tensor([len(data)]), rank, group=self.group)
         if data:
             dist.send(torch.frombuffer(bytearray(data), dtype=torch.uint8), rank, group=self.group)
 
     def receive(self, rank: int) -> bytes:
-        """Wait for the next message of ``rank``."""
         size = torch.zeros(1, dtype=torch.int64)
         dist.recv(size, rank, group=self.group)
         data = torch.empty(int(size), dtype=torch.uint8)

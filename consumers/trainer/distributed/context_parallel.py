@@ -34,10 +34,7 @@ def exchange_to_tokens(tensor: Tensor, part: Part) -> Tensor:
 
 
 def gather_tokens(values: Tensor, part: Part) -> Tensor:
-    """Put the slices [N / C, ...] of all ranks together to [N, ...].
-
-    Every rank computes the same loss from the result, so that of the gradient each keeps its own slice.
-    """
+    """Gather the slices [N / C, ...] to [N, ...]. All ranks compute one loss of it: each keeps its slice's gradient."""
     out: Tensor = _Gather.apply(values, part)  # type: ignore[no-untyped-call]
     return out
 

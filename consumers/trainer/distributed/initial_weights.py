@@ -30,10 +30,7 @@ class InitialWeights:
     """
 
     def __init__(self, model: nn.Module, main: bool, kept: torch.dtype | None = None) -> None:
-        """Find the tensors of a model. main: whether these are the weights that all ranks get.
-
-        kept: type that parameters get on all ranks; by default that which they have.
-        """
+        """main: whether these weights are what all ranks get. kept: type of parameters then, by default theirs."""
         self._main = main
         self._tensors: dict[str, Tensor] = {}
         self._places: list[tuple[nn.Module, str]] = []
@@ -109,7 +106,6 @@ class InitialWeights:
                     self._tensors.pop(first, None)
 
     def _receive(self, name: str, device: torch.device) -> Tensor:
-        """Receive the whole tensor from rank 0."""
         shape, dtype = self._kinds[name]
         if self._main:
             whole = self._tensors[name].to(device, dtype).contiguous()

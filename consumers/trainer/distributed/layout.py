@@ -95,7 +95,6 @@ def number_of_experts(config: Any) -> int:
 
 
 def _heads(config: Any) -> tuple[int, int]:
-    """Return the numbers of query heads, and of heads of keys and values."""
     heads = int(config.num_attention_heads)
     return heads, int(getattr(config, "num_key_value_heads", None) or heads)
 

@@ -17,10 +17,7 @@ _OUTSIDE = "192.0.2.1"
 
 
 def choose_interface(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Have gloo listen where the other machines of the trainer are reached, unless the user has said where.
-
-    The environment is torchrun's. Nothing changes for ranks of one machine, or if no such interface is found.
-    """
+    """Have gloo listen where other machines are reached, unless the user or torchrun's environment says otherwise."""
     alone = environment.get("LOCAL_WORLD_SIZE") == environment.get("WORLD_SIZE")
     if alone or _IFNAME in environment or "WORLD_SIZE" not in environment:
         return

@@ -27,10 +27,7 @@ class Part:
 
 
 def plain_parts(tensor: Tensor) -> dict[str, Tensor]:
-    """Return the tensors with memory of which this rank's part of a tensor consists, by name; "" names itself.
-
-    A moment in 8 bits consists of several.
-    """
+    """Return the plain tensors by name that a rank's part consists of: "", or several of a moment in 8 bits."""
     own = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     if not is_traceable_wrapper_subclass(own):
         return {"": own}

@@ -60,10 +60,7 @@ class Ranks:
     """
 
     def __init__(self, timeout_s: float = COLLECTIVE_TIMEOUT_S, parallel: ParallelConfig | None = None) -> None:
-        """Join the process group; ConfigError if the sizes of ``parallel`` do not make up its ranks.
-
-        timeout_s: seconds after which a collective fails that some rank has not come to.
-        """
+        """Join the process group, with a deadline for collectives; ConfigError if ``parallel`` does not fit."""
         choose_interface()
         process_group = InitProcessGroupKwargs(timeout=timedelta(seconds=timeout_s))
         with _own_settings():
@@ -114,10 +111,7 @@ class Ranks:
         return self.rank == 0
 
     def watchdog(self, stop: StopFlag | None = None) -> AbstractContextManager[object]:
-        """Return a context for all that ranks do together, in which none outlives another; empty in one process.
-
-        stop: set on rank 0 once it is set on any rank.
-        """
+        """Return a context in which no rank outlives another. stop: set on rank 0 once it is set on any rank."""
         if self.world == 1:
             return nullcontext()
         # The address of rank 0 that the launcher gives.
@@ -142,10 +136,7 @@ class Ranks:
     def on_all_ranks(
         self, what: str, kind: type[InfraError] = DiskError, channel: Channel | None = None
     ) -> Iterator[None]:
-        """Enclose work on files that every rank does: if one fails, all raise ``kind`` with the text ``what``.
-
-        channel: ``background_channel`` when this is done in another thread than training.
-        """
+        """If the work on files fails on one rank, all raise ``kind`` with ``what``. channel: of another thread."""
         problem, cause = "", None
         try:
             yield
@@ -157,7 +148,6 @@ class Ranks:
             raise kind(f"{what}: {problem}") from cause
 
     def _gather_problems(self, problem: str, channel: Channel) -> str:
-        """Return all ranks' problems, each once; "" if there are none."""
         if not self.is_main:
             channel.send(0, problem.encode())
             return channel.receive(0).decode()
@@ -176,10 +166,7 @@ class Ranks:
         return text
 
     def local_share(self, rows: Sequence[T]) -> tuple[list[T], list[float]]:
-        """Cut out this rank's part of rows that all ranks have, with a weight for each row. All parts are equally long.
-
-        A shorter part is filled up with the first row at weight 0: every rank has as much to compute.
-        """
+        """Return this rank's part of rows, as long as all others': filled up with the first, and weights 1 or 0."""
         places = range(self.dp_rank, -(-len(rows) // self.dp_size) * self.dp_size, self.dp_size)
         return [rows[i] if i < len(rows) else rows[0] for i in places], [float(i < len(rows)) for i in places]
 
@@ -252,10 +239,7 @@ class Ranks:
         (loss * self._gradient_parts if self._gradient_parts > 1 else loss).backward()
 
     def clip_grad_norm(self, parameters: Iterable[nn.Parameter], limit: float) -> float:
-        """Scale all gradients so that their global norm is at most ``limit``; returns the norm before.
-
-        It is the same on every rank, to the bit, so that all decide alike what to do about it.
-        """
+        """Scale gradients to a global norm of at most ``limit``; returns the norm before, to the bit on all ranks."""
         gradients = [p.grad for p in parameters if p.grad is not None]
         local = [local_part(gradient) for gradient in gradients]
         squares = torch.stack(torch._foreach_norm(local)).double().square().tolist() if local else []
@@ -286,7 +270,6 @@ class Ranks:
         return self._all_reduce(values, dist.ReduceOp.MAX)
 
     def any(self, this: bool) -> bool:
-        """Return whether ``this`` is true on any rank."""
         return bool(self.all_reduce_max([float(this)])[0])
 
     def _all_reduce(

@@ -23,10 +23,7 @@ logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERR
 
 
 def cut_layers(model: PreTrainedModel, mesh: DeviceMesh, experts_whole: bool = False) -> None:
-    """Cut a loaded model over a mesh of one dimension; ConfigError if it has no plan.
-
-    experts_whole: whether experts are dealt to the ranks, which send each other tokens, instead of being cut.
-    """
+    """Cut a loaded model over a mesh; ConfigError without a plan. experts_whole: experts are dealt out, not cut."""
     from transformers.distributed.tensor_parallel import apply_expert_parallelism, apply_tensor_parallelism
 
     plan = tensor_plan(model, mesh.size())

@@ -233,7 +233,6 @@ def _tell(connection: socket.socket, word: str) -> None:
 
 
 def _read(connection: socket.socket) -> bytes:
-    """Receive some bytes; none at the end of the connection."""
     try:
         return connection.recv(LINE)
     except OSError:

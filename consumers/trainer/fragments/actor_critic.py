@@ -17,11 +17,7 @@ LEAST_LOG_STD, MOST_LOG_STD = LOG_STD_BOUNDS
 
 
 def _perceptron(shape: PolicyShape, first: int, last: int, last_gain: float, norm: Norm = "none") -> nn.Sequential:
-    """Return linear layers with activations between, from ``first`` numbers to ``last``.
-
-    Weights are orthogonal, as in PPO's implementations (arXiv:2005.12729). norm: layer, after each linear layer but the
-    last, or batch, before each linear layer.
-    """
+    """Return orthogonal layers (arXiv:2005.12729). norm: layer, after each but the last, or batch, before each."""
     layers: list[nn.Module] = []
     sizes = [first, *shape.hidden, last]
     for k, (size, following) in enumerate(pairwise(sizes), start=2):
@@ -85,7 +81,6 @@ class Actor(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Device of the weights."""
         return next(self.parameters()).device
 
     def forward(self, observations: Tensor, actions: Tensor) -> tuple[Tensor, Tensor]:
@@ -164,10 +159,7 @@ class TwinCritic(nn.Module):
         return torch.stack([network(joined)[:, 0] for network in (self.target if target else self.q)])
 
     def of_both_steps(self, now: tuple[Tensor, Tensor], following: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """Return the values, float32 [Q, M] both, of observations and actions, and of the next ones without gradient.
-
-        Without targets one pass computes both, and moves the running means.
-        """
+        """Return values, float32 [Q, M] both, of these pairs and, without gradient, of the following ones."""
         if self.target:
             with torch.no_grad():
                 values = self(*following, target=True)
@@ -188,10 +180,7 @@ class TwinCritic(nn.Module):
 
 
 class ValueNetwork(nn.Module):
-    """A critic: the value of a state, by a perceptron of its own.
-
-    returns: moments of discounted returns, by which rewards are scaled.
-    """
+    """A critic: a perceptron for the value of a state. returns: moments of discounted returns, to scale rewards."""
 
     def __init__(self, shape: PolicyShape, scale_rewards: bool = False) -> None:
         super().__init__()

@@ -11,10 +11,7 @@ from schemas.messages import Trajectory
 
 @dataclass(frozen=True)
 class FragmentPlan:
-    """The fragments of a step with their rewards, and the planner that makes it. images: None, as of a model of text.
-
-    groups: of each sample, the number of its group in the step.
-    """
+    """A step's fragments with their rewards, and its planner. groups: of each sample. images: None, as of text."""
 
     samples: Sequence[tuple[Trajectory, float]] = ()
     groups: Sequence[int] = ()

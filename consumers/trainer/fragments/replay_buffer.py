@@ -36,10 +36,7 @@ class ReplayBuffer:
     """
 
     def __init__(self, run: Path, size: int, observed: int, acts: int, demonstrations: Path | None = None) -> None:
-        """run: the run's folder, which has the files in ``replay_buffer/``.
-
-        demonstrations: a folder of such files, whose transitions stay. ConfigError if it has none of this size.
-        """
+        """run: the run's folder. demonstrations: a folder of such files, which stay; ConfigError if of no use."""
         self._run, self._size = run, size
         self.count = 0
         shapes = {"observations": (observed,), "actions": (acts,), "rewards": (), "terminated": ()}
@@ -90,10 +87,7 @@ class ReplayBuffer:
         return {name: torch.from_numpy(values) for name, values in drawn.items()}
 
     def state(self) -> dict[str, Any]:
-        """Write what no file has yet into a new one, and return count and files; DiskError.
-
-        A file goes when neither the ring nor a checkpoint that is kept names it.
-        """
+        """Write what is in no file yet, delete files that nothing names; returns count and files. DiskError."""
         oldest = self.count - self.filled
         self._files = [file for file in self._files if file[2] > oldest]
         start = max(self._files[-1][2] if self._files else 0, oldest)

@@ -94,11 +94,9 @@ class Transitions:
         return len(self.returns)
 
     def take(self, chosen: Tensor) -> Transitions:
-        """Return the transitions of these indices, int64."""
         return Transitions(*(getattr(self, name)[chosen] for name in self.__dataclass_fields__))
 
     def to(self, device: torch.device) -> Transitions:
-        """Return the transitions on a device."""
         return Transitions(*(getattr(self, name).to(device) for name in self.__dataclass_fields__))
 
     @classmethod

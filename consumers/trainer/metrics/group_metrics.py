@@ -33,10 +33,7 @@ class GroupMeter:
         """Number of filtered groups since the last one that taught something, or the last step."""
 
     def add(self, rewards: Sequence[float], signal: bool, solved: Sequence[float] = ()) -> None:
-        """Count a complete group by the rewards of its scored samples; signal: whether these differ.
-
-        solved: whether each sample is right, 1 or more, or wrong, 0 or less; its reward by default.
-        """
+        """Count a complete group; signal: whether rewards differ. solved: per sample, right from 1, wrong up to 0."""
         self._groups += 1
         self._without_signal += not signal
         self._rewards += rewards

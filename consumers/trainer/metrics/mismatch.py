@@ -26,10 +26,7 @@ MOST_GENERATORS = 32
 
 @dataclass(frozen=True)
 class SampleMismatch:
-    """Sums over the loss tokens of a sample, as in StepMeter. age: of its oldest token, in versions.
-
-    process: of the generator, as in Trajectory.
-    """
+    """Sums over a sample's loss tokens, as in StepMeter. age: of its oldest token. process: of the generator."""
 
     generator: str
     age: int
@@ -155,10 +152,7 @@ def _usual_by_age(samples: Sequence[SampleMismatch], pools: Mapping[str, str]) -
 
 
 def mismatch_metrics(samples: Sequence[SampleMismatch], pools: Mapping[str, str] | None = None) -> dict[str, float]:
-    """Return gap, KL and tokens of each generator, over all its tokens of a step and by their age in versions.
-
-    pools: of the generators that are in one, by name; the pools have the same metrics.
-    """
+    """Return gap, KL and tokens of each generator and of ``pools``, over all tokens of a step and by age."""
     sums: dict[tuple[str, str], list[float]] = {}
     for one in samples:
         names = [f"mismatch/{one.generator}"]

@@ -123,7 +123,6 @@ class StepMeter:
 
     @property
     def loss(self) -> float:
-        """The step's loss."""
         return self.sums["loss"]
 
     def reduce(self, ranks: Ranks) -> None:
@@ -148,11 +147,7 @@ class StepMeter:
 
     @classmethod
     def combine(cls, meters: Sequence[Self], epochs: int) -> Self:
-        """Combine the updates of a step, of all ranks: each token counts once, with its mean over the epochs.
-
-        The gap to the rollout policy, and all of ``samples``, is that of the first update alone, before which the
-        weights were those of the version.
-        """
+        """Combine updates: a token counts once, as a mean over epochs; gaps and samples are the first update's."""
         if len(meters) == 1:
             return meters[0]
         first = meters[0]
@@ -231,7 +226,6 @@ class StepMeter:
 
 
 def _deviation(total: float, squares: float, count: float) -> float:
-    """Return the standard deviation of ``count`` values, by their sum and the sum of their squares."""
     return math.sqrt(max(0.0, squares / count - (total / count) ** 2))
 
 

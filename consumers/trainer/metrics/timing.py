@@ -17,10 +17,7 @@ log = structlog.get_logger()
 
 
 class StepTimer:
-    """Adds up the seconds of phases from one ``lap`` to the next.
-
-    now: the clock. entered: called with the phase that begins, or that is open again; "" outside of all.
-    """
+    """Adds up seconds of phases. entered: gets the phase that begins or is open again, "" outside of all."""
 
     def __init__(
         self, now: Callable[[], float] = time.perf_counter, entered: Callable[[str], None] = lambda _: None
@@ -55,10 +52,7 @@ class StepTimer:
             self._spent[name] -= seconds
 
     def lap(self) -> dict[str, float]:
-        """Return seconds of each phase since the last lap, ``other`` for the rest, and ``total``.
-
-        The total is the sum of all but ``paused``: a pause is no time of the step.
-        """
+        """Return each phase's seconds since the last lap, ``other`` for the rest, ``total`` for all but ``paused``."""
         now = self._now()
         passed, spent = now - self._began, dict(self._spent)
         self._began = now

@@ -18,11 +18,7 @@ log = structlog.get_logger()
 
 
 def compile_layers(model: nn.Module, device: str) -> int:
-    """Compile the forward of every transformer layer when it is first called; returns how many there are.
-
-    device: cpu or cuda, where it will run. Without what the compiler needs there, one line says so and nothing is
-    compiled. Call it before the model is sharded.
-    """
+    """Compile each layer's forward for this device, before sharding; returns how many, 0 without a compiler."""
     lacking = what_lacks(device)
     if lacking is not None:
         log.warning(f"trainer.compile is left out: {lacking}")

@@ -68,10 +68,7 @@ class TensorConversion:
     by_rows: bool = False
 
     def apply(self, tensors: Sequence[Tensor], first: int = 0) -> dict[str, Tensor]:
-        """Convert the ``tensors`` of ``sources``; memory for a copy of them is needed, if they change at all.
-
-        first: index of the first row that is given, if not all of them are.
-        """
+        """Convert ``sources``' tensors, of rows those from ``first`` on; a changed one needs memory for a copy."""
         if self.model is None:
             return dict(zip(self.shapes, tensors, strict=True))
         made = _revert(self.model, dict(zip(self.sources, tensors, strict=True)))
@@ -117,7 +114,6 @@ def _is_by_rows(model: PreTrainedModel, name: str, tensor: Tensor, shapes: Shape
 
 
 def _shift(name: str, by: int) -> str:
-    """Add to the last number in a name."""
     return _LAST_NUMBER.sub(lambda found: f".{int(found[1]) + by}.", name) if by else name
 
 
@@ -185,10 +181,7 @@ class FileLayout:
         return found
 
     def pieces(self, weights: Callable[[str], Tensor], file: SharedFile) -> Iterator[Piece]:
-        """Yield what this rank writes. All ranks must go through theirs at the same time: some tensors are gathered.
-
-        weights: by name.
-        """
+        """Yield what this rank writes of ``weights``, on all ranks at the same time, for some are gathered."""
         rank, world = file.rank, file.world
         for number, conversion in enumerate(self.conversions):
             dtype = self.dtypes[conversion.sources[0]]
@@ -226,10 +219,7 @@ class Piece:
 
     @torch.no_grad()
     def write(self, put: Put) -> None:
-        """Write it into the file. OSError if there is no room.
-
-        Memory for a copy in the file's type is needed, of ``BUCKET`` elements or ``ROWS`` experts at a time.
-        """
+        """Write it; OSError. It copies ``BUCKET`` elements or ``ROWS`` experts at a time in the file's type."""
         conversion = self.conversion
         if conversion.model is None:
             (name, shape), (source,) = next(iter(conversion.shapes.items())), self.sources
@@ -419,7 +409,6 @@ def _writes(tensor: Tensor, rank: int, gathered: bool = False) -> bool:
 
 
 def _in_row(how: Placement) -> bool:
-    """Return whether each row is cut."""
     return not how.is_replicate() and cast(Shard, how).dim != 0
 
 

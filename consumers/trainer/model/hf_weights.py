@@ -152,7 +152,6 @@ def save_weights(
 
 
 def _try_to_write(file: SharedFile, pieces: Sequence[Piece], head: bytes = b"") -> str:
-    """Write pieces; returns what went wrong, "" for nothing."""
     try:
         if pieces:
             file.write(pieces, head)
@@ -184,10 +183,7 @@ def save_adapter(policy: Policy, folder: Path, dtype: str, path: str) -> None:
 
 
 def wire_weights(policy: Policy) -> Iterator[tuple[str, Tensor]]:
-    """Yield the weights to publish: the adapter by peft's names if there is one, or all of ``named_weights``.
-
-    A frozen vision tower stays where it is.
-    """
+    """Yield what is published: the adapter by peft's names, or ``named_weights`` but for a frozen vision tower."""
     if policy.adapter is None:
         frozen = policy.vision is not None and policy.vision.frozen
         for name, tensor in named_weights(policy):
@@ -231,11 +227,7 @@ def _merge(policy: Policy) -> Callable[[str, Tensor], Tensor]:
 
 
 def copy_tokenizer(model: ModelConfig, folder: Path) -> None:
-    """Put the model's tokenizer and its other settings beside its new weights, file by file as they are.
-
-    The list of a model's weight files stays behind: the new ones are one file, and vLLM reads only what a list names.
-    How warm_start made the model is not copied: it does not describe the new weights.
-    """
+    """Copy a model's tokenizer and settings, but neither a list of weight files nor how warm_start made it."""
     for file in resolve_folder(model.path, weights=False).iterdir():
         wanted = file.suffix in (".json", ".txt", ".jinja", ".model") and not file.name.endswith(".index.json")
         if wanted and file.name != PROVENANCE and not (folder / file.name).exists():

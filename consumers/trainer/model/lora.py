@@ -60,10 +60,7 @@ def _stored_type(path: str) -> str:
 
 
 def load_policy(config: TidemillConfig, path: str, dtype: str, empty: bool = False, adapted: bool = False) -> Policy:
-    """Load a policy of the run's kind, without an adapter, of the model at ``path``; ConfigError if that fails.
-
-    adapted: as in ``load_model``.
-    """
+    """Load a policy of the run's kind without adapter; ConfigError if it fails. adapted: as in ``load_model``."""
     model = config.model
     vision = model.kind == "vision"
     causal_lm = load_model(path, dtype, model.trust_remote_code, vision, empty, model.max_length, adapted)
@@ -96,10 +93,7 @@ def adapt(model: PreTrainedModel, settings: LoraConfig, base: str, seed: int) ->
 
 
 def load_adapter(model: PreTrainedModel, adapter: Adapter, folder: Path) -> None:
-    """Put the weights of an adapter in peft's format into the adapter of ``model``.
-
-    ConfigError if ``folder`` has none, or one of another kind, rank, alpha or other layers.
-    """
+    """Load an adapter in peft's format into that of ``model``; ConfigError if it is missing or not alike."""
     where = f"trainer.lora.start {folder}"
     try:
         saved = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
@@ -189,10 +183,7 @@ def describe(adapter: Adapter | None) -> dict[str, Any] | None:
 
 
 def check_same(checkpoint: str, saved: dict[str, Any] | None, adapter: Adapter | None) -> None:
-    """Check that a checkpoint is of this adapter, or of a whole model if that is None; ConfigError if not.
-
-    checkpoint: its name. saved: the description of its adapter.
-    """
+    """Raise ConfigError unless a checkpoint's ``saved`` adapter is this one; None: of a whole model."""
     ours = describe(adapter)
     if saved == ours:
         return

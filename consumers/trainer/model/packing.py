@@ -91,10 +91,7 @@ def switch_to_packing(model: PreTrainedModel) -> bool:
 
 @contextmanager
 def _short_windows(model: PreTrainedModel) -> Iterator[None]:
-    """Let windows be shorter than the sequences of a trial.
-
-    The configuration has them, of which transformers makes masks, and so have layers, which tell the attention.
-    """
+    """Make windows shorter than a trial's sequences: in the configuration, which makes masks, and in layers."""
     holders: list[Any] = [model.config.get_text_config(), *model.modules()]
     before = [(each, window) for each in holders if isinstance(window := getattr(each, "sliding_window", None), int)]
     try:
@@ -191,11 +188,7 @@ def _installed(package: str) -> bool:
 
 
 def _flash(kernel: Kernel) -> Kernel:
-    """Give a flash kernel the sizes that it takes: heads of one size for all three, a multiple of 8.
-
-    Multi-head latent attention has other sizes of queries and keys than of values (arXiv:2405.04434). Added zeros
-    change neither scores nor values.
-    """
+    """Give a flash kernel heads of one size, a multiple of 8, by zeros: latent attention (arXiv:2405.04434) has two."""
 
     def call(
         query: Tensor, key: Tensor, value: Tensor, bounds: Bounds, scale: float | None, window: int | None
@@ -276,7 +269,6 @@ def _each(query: Tensor, key: Tensor, value: Tensor, bounds: Bounds, scale: floa
 def _attend_plainly(
     query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None = None
 ) -> Tensor:
-    """Call PyTorch's causal attention, for [B, H, N, D]."""
     grouped = _grouped(query, key)
     if grouped and query.device.type != "cpu":
         # In float32 no kernel of a GPU takes grouped heads without scores of N x N.
@@ -300,10 +292,7 @@ def _grouped(query: Tensor, key: Tensor) -> bool:
 
 
 def try_kernel(config: Any, device: torch.device, dtype: torch.dtype) -> str:
-    """Try the kernel that training uses here, forward and backward, and replace it by ``each`` if it fails.
-
-    Returns why it fails, or nothing. config: of a text model in transformers, for the number and sizes of its heads.
-    """
+    """Try the kernel of training, with a text model's heads; if it fails, replace it by ``each``, and return why."""
     name = choose_kernel(device, dtype)
     if name == "each":
         return ""

@@ -33,10 +33,7 @@ ROUNDING_16 = 3e-2
 
 
 def train_without_noise(model: Model, path: str) -> Model:
-    """Put a model into training mode with nothing random in its forward pass; returns it.
-
-    ConfigError, which names model.path, if two forward passes still differ, or differ from one in evaluation mode.
-    """
+    """Train a model with nothing random in its forward pass; ConfigError if two passes differ, or evaluation does."""
     model.train()
     for module in model.modules():
         if isinstance(module, _DropoutNd):

@@ -199,10 +199,7 @@ class Policy(ParallelModule):
         )
 
     def replay_routers(self) -> None:
-        """Replay in the routers of a mixture, from now on, the choices that ``forward`` is given.
-
-        Called before the policy is cut or sharded. ConfigError for a model whose routers can't be given any.
-        """
+        """Have routers take the choices that ``forward`` gets; call before sharding. ConfigError if they can't."""
         self.router_replay = RouterReplay(self.causal_lm)
 
     def _score(

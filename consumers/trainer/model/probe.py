@@ -34,10 +34,7 @@ England more than a thousand years ago, and some of them still work today.
 
 
 def probe_tokens(config: TidemillConfig, policy: Policy) -> tuple[list[int], tuple[int, int] | None]:
-    """Return the tokens of the probe, and for a vision model which of them [start, end) stand for the fixed image.
-
-    Without a tokenizer they are random.
-    """
+    """Return the probe's tokens, random without a tokenizer, and which [start, end) are the fixed image, if any."""
     length = min(config.trainer.publish.probe_tokens, config.model.max_length - 1)
     if isinstance(policy, Actor):
         return list(range(length)), None
@@ -56,10 +53,7 @@ def probe_tokens(config: TidemillConfig, policy: Policy) -> tuple[list[int], tup
 
 @torch.no_grad()
 def reference_logprobs(policy: Policy, tokens: Sequence[int]) -> npt.NDArray[np.float32]:
-    """Log-probability of each token after the first at temperature 1, float32 [T-1], by the model's own forward.
-
-    The probe of a vision model begins with the fixed image.
-    """
+    """Score each token but the first, at temperature 1, by the model's own forward; float32 [T-1]."""
     if isinstance(policy, Actor):
         scored: npt.NDArray[np.float32] = policy.probe(list(tokens)).cpu().numpy()
         return scored

@@ -106,10 +106,7 @@ class RouterReplay:
         return None
 
     def set(self, chosen: Tensor | None) -> None:
-        """Give the choices of the tokens of the next pass, [N, L, k], -1 where the router is to choose by itself.
-
-        None: everywhere.
-        """
+        """Set the next pass's choices, [N, L, k]; -1, or None for all: the router chooses by itself."""
         self._chosen = chosen
 
     def choose(self, layer: int, own: Tensor) -> Tensor:

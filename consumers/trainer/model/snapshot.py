@@ -100,10 +100,7 @@ class Snapshots:
 
     @torch.no_grad()
     def take(self, path: Path, mark: str | None = None) -> Snapshot:
-        """Take the current weights, for the file ``path``. mark: that of ``create``, called before if not given.
-
-        Nothing is copied here unless it must be gathered.
-        """
+        """Take the weights for ``path``, copying only what is gathered. mark: of ``create``, if called before."""
         mark = self.create(path) if mark is None else mark
         reshard(self._policy)
         layout = self._layout = self._layout or file_layout(self._policy, self._dtype)

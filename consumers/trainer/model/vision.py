@@ -104,10 +104,7 @@ class VisionTower:
     def arguments(
         self, model: PreTrainedModel, ids: Tensor, packed: Packed | None, images: ImageBatch | None
     ) -> dict[str, Any]:
-        """Return embeddings, positions and further arguments of the language model.
-
-        ids: int64 [1, N] of ``packed``, or [R, T] where that is None.
-        """
+        """Return the language model's arguments. ids: int64 [1, N] of ``packed``, or [R, T] if that is None."""
         base: Any = model.base_model
         embeddings = base.get_input_embeddings()(ids)
         found: dict[str, Any] = {}

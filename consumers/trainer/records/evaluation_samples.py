@@ -70,6 +70,5 @@ class EvalSampleLog:
 
 
 def _line(prompt: dict[str, Any]) -> dict[str, Any]:
-    """Return the line of a prompt, with its samples in the order of their numbers."""
     samples = prompt["samples"]
     return {**prompt, "dataset": prompt["dataset"] or "", "samples": [samples[number] for number in sorted(samples)]}

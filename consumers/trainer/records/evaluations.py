@@ -33,10 +33,7 @@ class EvaluationLog:
         self._read_lines()
 
     def add(self, line: Mapping[str, Any]) -> None:
-        """Write the line of a version, durably, unless it has one; DiskError if the disk is full.
-
-        It may be there because another trainer has taken over and has written it, while this one was stopped.
-        """
+        """Write a version's line durably, unless it or a trainer that took over did; DiskError if the disk is full."""
         self._read_lines()
         if line["version"] in self.lines:
             return

@@ -59,10 +59,7 @@ class SampleLog:
         terms: Terms,
         moment: bytes = b"",
     ) -> None:
-        """Keep some groups of a step. advantages: of all samples in order; empty if a sample has several.
-
-        moment: the end of their traces.
-        """
+        """Keep some groups of a step. advantages: of all samples, or empty. moment: the end of their traces."""
         if not self._groups:
             return
         firsts = np.cumsum([0, *(len(group.samples) for group in groups)]).tolist()
@@ -105,7 +102,6 @@ class SampleLog:
             self._drop_old_images(folder)
 
     def _drop_old_images(self, folder: Path) -> None:
-        """Delete the oldest images, down to three quarters of the limit."""
         for file in sorted(folder.glob("*.png"), key=lambda file: file.stat().st_mtime):
             if self._image_bytes <= IMAGE_BYTES * 3 // 4:
                 break

@@ -86,11 +86,7 @@ class Trackers:
     """The trackers of a run, started again by every trainer process that resumes it; rank 0 has them."""
 
     def __init__(self, config: TidemillConfig, accelerator: Accelerator, notify: Notify) -> None:
-        """Start the trackers. notify: reports one that failed.
-
-        ConfigError if a tracker of a new run cannot start: its settings are wrong. In a resumed run that is an outage
-        of its server, and only drops the tracker.
-        """
+        """Start the trackers. If one can't start: ConfigError in a new run, while a resumed one drops it."""
         self._notify = notify
         self._sent = 0
         self._trackers: list[tuple[GeneralTracker, TrackerThread]] = []
@@ -232,7 +228,6 @@ def listed_as(config: TidemillConfig, name: str, folder: Path, *, resumed: bool)
 
 
 def _last_step(file: Path) -> int:
-    """Return the highest step in metrics.jsonl; steps up to it were sent before."""
     steps = (line.get("step") for line in StoredLines(file))
     return max((step for step in steps if isinstance(step, int)), default=0)
 

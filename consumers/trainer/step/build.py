@@ -105,7 +105,6 @@ def build_train_step(
 
 
 def _shard_policy(policy: Policy, config: TidemillConfig, ranks: Ranks) -> Policy:
-    """Prepare the policy as configured, and share it out over the ranks."""
     _run_tower(policy, ranks)
     if config.trainer.router_replay:
         policy.replay_routers()
@@ -122,10 +121,7 @@ def _build_planner(
     cost: Cost,
     packed: bool,
 ) -> StepPlanner:
-    """Build the planner of a step.
-
-    advantages: by label, the run's by "". cost: the work of a row. packed: all models of the step take packed rows.
-    """
+    """Build the planner. advantages: by label, the run's by "". packed: all models of the step take packed rows."""
     trainer = config.trainer
     return StepPlanner(
         advantage=advantages[""],
@@ -204,10 +200,7 @@ def build_critic(config: TidemillConfig, empty: bool = False) -> Critic | None:
 
 
 def reference_policy(config: TidemillConfig, ranks: Ranks) -> Policy | None:
-    """Load the second model that ``trainer.kl`` compares with, frozen; None if it needs none.
-
-    Beside the policy it is sharded over the ranks like that; in main memory every rank has a whole one.
-    """
+    """Load the frozen second model of ``trainer.kl``, or None: sharded like the policy, or whole on a CPU."""
     settings, model = config.trainer.kl, config.model
     if not config.trainer.has_second_model:
         return None

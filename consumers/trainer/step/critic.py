@@ -28,10 +28,7 @@ if TYPE_CHECKING:  # loading it takes seconds, and a policy of model.kind mlp do
 
 
 class Critic(ParallelModule):
-    """The body of a causal language model and a value for the state before each token; at first it says 0.
-
-    vision: the tower of a model that reads images.
-    """
+    """A language model's body with a value of the state before each token, at first 0. vision: its tower."""
 
     def __init__(self, causal_lm: PreTrainedModel, vision: VisionTower | None = None) -> None:
         super().__init__()
@@ -127,10 +124,7 @@ class CriticStep:
         }
 
     def _accumulate(self, batch: Sequence[MicroBatch], tokens: float) -> Sums:
-        """Run backward from each micro-batch's part of the loss; returns the loss and the sums that metrics need.
-
-        They are read afterwards, so that the device is given work ahead meanwhile.
-        """
+        """Run backward; returns sums, which are read at the end, so that the device is given work ahead."""
         seen: list[Tensor] = []
         for micro in batch:
             old_values, returns = micro.values, micro.returns

@@ -109,7 +109,6 @@ class PpoStep(Learner):
         return StepResult(metrics, batch.ages(version), skipped == updates, timer.lap())
 
     def _transitions(self, batch: FragmentPlan) -> Transitions:
-        """Return the transitions of a step with their advantages."""
         samples = [sample for sample, _ in batch.samples]
         if self.critic is not None and isinstance(self.advantage, Gae):
             self.critic.steps = self.schedule.steps

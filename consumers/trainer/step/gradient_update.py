@@ -56,15 +56,12 @@ class Sums:
 
     @property
     def loss(self) -> float:
-        """The step's loss."""
         return self.values[0]
 
     def add(self, *values: float) -> None:
-        """Add a micro-batch's values."""
         self.values = [total + value for total, value in zip(self.values, values, strict=True)]
 
     def reduce(self, ranks: Ranks) -> None:
-        """Sum over ranks."""
         self.values = ranks.all_reduce_sum(self.values)
 
 
@@ -81,10 +78,7 @@ class Update(Generic[S]):
 
 
 class GradientUpdate:
-    """Updates the weights of a model; every rank calls ``run``.
-
-    dtype: that the model computes in. max_grad_norm: the norm that the gradient is clipped to.
-    """
+    """Updates a model that computes in ``dtype``; every rank calls ``run``. max_grad_norm: gradients' limit."""
 
     def __init__(
         self, model: nn.Module, optimizer: Optimizer, ranks: Ranks, max_grad_norm: float, dtype: torch.dtype
@@ -94,11 +88,7 @@ class GradientUpdate:
         self.loss_scale = LossScale() if dtype == torch.float16 else None
 
     def run(self, accumulate: Callable[[], S], lr: float) -> Update[S]:
-        """Change the weights, unless the loss or the gradient is not finite.
-
-        accumulate: calls ``backward`` for each micro-batch, and returns what it added up; it is called again if the
-        gradient overflowed.
-        """
+        """Update unless loss or gradient is not finite; ``accumulate`` runs backward, again after an overflow."""
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         sums, norm = self._compute_gradient(accumulate)
@@ -162,11 +152,9 @@ class LossScale:
         return False
 
     def state(self) -> list[Any]:
-        """Return the state for a checkpoint, as JSON."""
         return [self.value, self.steps]
 
     def restore(self, state: list[Any]) -> None:
-        """Continue from a checkpoint's state."""
         self.value, self.steps = float(state[0]), int(state[1])
         self._before = self.value
 
@@ -188,10 +176,7 @@ def lr_factor(step: int, settings: OptimizerConfig, steps: int) -> float:
 
 @dataclass
 class Schedule:
-    """The learning rate of each optimizer step. Its whole state is ``done``, the number of steps before this one.
-
-    lr, steps: the peak, and the steps of the run, which users may change while it runs.
-    """
+    """The learning rate of each step, ``done`` before this one. lr, steps: the peak and the run's, which may change."""
 
     settings: OptimizerConfig
     lr: float

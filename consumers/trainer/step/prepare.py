@@ -120,10 +120,7 @@ class Preparation:
 
     @torch.no_grad()
     def _score(self, policy: Policy, micro: MicroBatch, replayed: bool = False) -> Tensor:
-        """Return the log-probabilities under a policy, at the temperatures of the samples: float32 [R, T-1].
-
-        replayed: with the experts of the rollout, as the policy itself is trained.
-        """
+        """Score a micro-batch under a policy: float32 [R, T-1]. replayed: with the rollout's experts."""
         scores = policy(**micro.to(policy.device).inputs(replayed))
         logprobs: Tensor = scores.logprobs.to(micro.mask.device)
         return logprobs

@@ -103,10 +103,7 @@ class SacStep(Learner):
     def update_once(
         self, data: dict[str, Tensor], noise: torch.Generator, lr: float, improve: bool = True
     ) -> dict[str, float]:
-        """Update temperature, critic and policy once, then the targets; returns the numbers of METRICS.
-
-        improve: whether temperature and policy are updated, too.
-        """
+        """Update the critic, with ``improve`` temperature and policy too, and the targets; returns METRICS."""
         actor, (critic, critic_update) = cast(Actor, self.policy), self.critic
         data = {name: value.to(actor.device) for name, value in data.items()}
         module, temperature_update = self.temperature

@@ -107,11 +107,7 @@ class TrainStep(Learner):
             return update, {} if update.skipped else self._train_critic(minibatch, update.sums.sums["tokens"])
 
     def _accumulate(self, batch: Sequence[MicroBatch], version: int, timer: StepTimer) -> StepMeter:
-        """Run forward and backward for each micro-batch; returns the metrics of this rank.
-
-        Metrics are counted afterwards: each asks the device for a number and waits for it, while between micro-batches
-        the device is given work ahead.
-        """
+        """Run forward and backward, then count metrics: each waits for the device, which has work ahead."""
         meter = StepMeter(version)
         seen: list[tuple[MicroBatch, TokenScores, LossOutput, Tensor]] = []
         for micro in batch:
@@ -138,7 +134,6 @@ class TrainStep(Learner):
         return scores, output, torch.where(micro.mask, loss, 0.0).sum()
 
     def _train_critic(self, batch: Sequence[MicroBatch], tokens: float) -> dict[str, float]:
-        """Train the critic, if there is one, on the step's returns; returns its metrics."""
         if self.critic is None:
             return {}
         self.critic.steps = self.schedule.steps
@@ -157,12 +152,10 @@ def laid_out(micro: MicroBatch, policy: Policy) -> MicroBatch:
 
 
 def _cut(micro_batches: Sequence[MicroBatch], updates: Sequence[int]) -> list[Sequence[MicroBatch]]:
-    """Cut a step's micro-batches into minibatches of these sizes, by default into one."""
     ends = list(accumulate(updates)) or [len(micro_batches)]
     return [micro_batches[start:end] for start, end in pairwise([0, *ends])]
 
 
 def _means(updates: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Return the mean of each metric over the updates that have it."""
     found = {name: [metrics[name] for metrics in updates if name in metrics] for each in updates for name in each}
     return {name: sum(values) / len(values) for name, values in found.items()}
