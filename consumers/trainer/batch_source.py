@@ -1,7 +1,7 @@
 """Batches from the broker: the groups that a step waits for, in the journal before they are trained."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 
 from broker.flow.pipeline import PipelineSnapshot, ScoredSample, Slot
@@ -37,15 +37,10 @@ class BatchSource:
 
     def __init__(self, context: TrainerContext, pause: PauseFollower, on_idle: Callable[[], None]) -> None:
         self.intake = GroupIntake(context)
+        self._context, self._pause, self._on_idle = context, pause, on_idle
         self._timeout_s = context.config.trainer.batch_timeout_s
         self._session = context.session
-        self._settings = context.settings
         self._progress = context.progress
-        self._pause = pause
-        self._on_idle = on_idle
-        self._give_if_due = context.rank_group.give_if_due
-        self._notify = context.notify
-        self._heartbeats = context.broker.heartbeats
         self._taken: list[tuple[Group, list[ScoredSample]]] = []
         self._generated = CountRate()
         self._deadline = 0.0
@@ -64,14 +59,18 @@ class BatchSource:
         while not self._try_assemble(stop):
             if not self._wait_for_outcomes(stop):
                 return None
-        references = [_reference(outcomes) for _, outcomes in self._taken]
+        references = [
+            GroupRef(group.task_id, [Member(one.sample, one.scored_id, one.trajectory_id or b"") for one in outcomes])
+            for group, outcomes in self._taken
+        ]
         progress = self._progress
         record = BatchRecord(step=progress.step, version=progress.version, new_version=new_version, groups=references)
         self._session.journal_batch(record)
         batch = self._make_batch(record, [group for group, _ in self._taken])
         generated = self._generated.of(self._pipeline.counts.get("tokens_generated", 0), time.monotonic())
-        known = {} if generated is None else {"perf/generated_tokens_per_s": generated}
-        return replace(batch, figures={**batch.figures, **known})
+        if generated is None:
+            return batch
+        return replace(batch, figures={**batch.figures, "perf/generated_tokens_per_s": generated})
 
     def replay(self, record: BatchRecord) -> Batch:
         """Return the batch of a journaled step, with the same data; BrokerDamaged if the broker has lost some of it."""
@@ -88,7 +87,7 @@ class BatchSource:
                 return False
             self.intake.discard_ended({slot.task_id for slot in pipeline.slots} | self._taken_ids())
             chosen = self.intake.choose(self._untaken_slots(pipeline), pipeline.batch - len(self._taken))
-            drained = find_drained(pipeline.control, self._heartbeats) if pipeline.control.mismatch else ()
+            drained = find_drained(pipeline.control, self._context.broker.heartbeats)
             self._taken += self.intake.take(chosen, pipeline.staleness, drained)
             if len(self._taken) >= pipeline.batch:
                 return True
@@ -99,9 +98,9 @@ class BatchSource:
     def _wait_for_outcomes(self, stop: StopFlag) -> bool:
         """Wait for outcomes or the end of a pause; False to stop or after all steps, InfraError if too late."""
         pipeline = self._pipeline
-        if stop or self._progress.step >= self._settings.steps:
+        if stop or self._progress.step >= self._context.settings.steps:
             return False
-        self._give_if_due()
+        self._context.rank_group.give_if_due()
         active = self._untaken_slots(pipeline)
         if self._pause.reasons or (not active and self._pause.follow(pipeline.control, drained=True)):
             self._pause.wait_order_after(pipeline.control.pause_id)
@@ -110,7 +109,8 @@ class BatchSource:
         meter = self.intake.meter
         if meter.in_vain >= MANY_FILTERED * pipeline.batch and not self._told_filtered:
             self._told_filtered = True
-            self._notify("nothing_to_learn", "warning", f"step {self._progress.step}: {meter.describe_filtered()}")
+            text = f"step {self._progress.step}: {meter.describe_filtered()}"
+            self._context.notify("nothing_to_learn", "warning", text)
         if time.monotonic() > self._deadline:
             self._fail_if_filtered(pipeline)
             raise InfraError(
@@ -138,7 +138,7 @@ class BatchSource:
             f" {self._timeout_s:.0f} s: {meter.describe_filtered()}; the task is learned, or"
             " too hard: take other prompts, or train such groups with trainer.advantage.keep_zero_variance: true"
         )
-        self._notify("run_failed", "error", text)
+        self._context.notify("run_failed", "error", text)
         raise NothingToLearn(text)
 
     def _extend_deadline(self) -> None:
@@ -165,8 +165,3 @@ class BatchSource:
             by_task.setdefault(outcome.task_id, []).append(outcome)
         rates = {task_id: rate for task_id, of in by_task.items() if (rate := solve_rate(of)) is not None}
         return Batch(record, groups, sum(outcome.excluded for outcome in outcomes), figures, terms, rates)
-
-
-def _reference(outcomes: Sequence[ScoredSample]) -> GroupRef:
-    members = [Member(outcome.sample, outcome.scored_id, outcome.trajectory_id or b"") for outcome in outcomes]
-    return GroupRef(outcomes[0].task_id, members)

@@ -27,7 +27,6 @@ class Checkpointing:
         self._rank_group = context.rank_group
         self._session = context.session
         self._progress = context.progress
-        self._settings = context.settings
         self._batch_files = BatchFiles(context.config.folder)
         self._records = context.config.trainer.record
         self._keeps_best = context.config.trainer.checkpoint.keep_best > 0
@@ -39,12 +38,12 @@ class Checkpointing:
 
     def load_latest(self) -> bool:
         """Load the newest whole checkpoint into weights and progress; True if there is one."""
-        newest = self._rank_group.checkpoint_store.newest()
-        for refused in newest.refused:
-            log.warning("a damaged checkpoint is not used", problem=refused)
-        if newest.path is None:
+        path, refused = self._rank_group.checkpoint_store.newest()
+        for problem in refused:
+            log.warning("a damaged checkpoint is not used", problem=problem)
+        if path is None:
             return False
-        restored = self._rank_group.load(newest.path)
+        restored = self._rank_group.load(path)
         self._progress.restore(restored.step, restored.version, restored.extra)
         self.step = restored.step
         log.info("resumed from a checkpoint", step=restored.step)
@@ -72,15 +71,16 @@ class Checkpointing:
         self._uncommitted.append(batch.record)
         if self._records:
             with self._context.timer.phase("record"):
+                ranks, settings = self._rank_group.ranks, self._context.settings
                 record = step_record(
                     batch.groups,
                     step=batch.record.step,
                     version=self._progress.version,
                     leader_term=term_number(self._session.leader_term),
-                    world=self._rank_group.ranks.world,
-                    parallel=self._rank_group.ranks.layout.parallel,
-                    lr=self._settings.lr,
-                    steps=self._settings.steps,
+                    world=ranks.world,
+                    parallel=ranks.layout.parallel,
+                    lr=settings.lr,
+                    steps=settings.steps,
                 )
                 self._context.retry("batches", partial(self._batch_files.write, record))
 
@@ -94,14 +94,15 @@ class Checkpointing:
             self.poll()
             last = self.step if self._pending is None else self._pending
             steps = self._progress.step - last
-            if steps >= self._settings.checkpoint_every or (steps and self._keeps_best and self._is_evaluated()):
+            due = steps >= self._context.settings.checkpoint_every
+            if due or (steps and self._keeps_best and self._is_evaluated()):
                 self._finish_pending()
                 self._context.retry("checkpoint", self._begin)
                 self.poll()
 
     def _is_evaluated(self) -> bool:
         """Return whether the current version will be evaluated; the last one is, too."""
-        every = self._settings.eval_every
+        every = self._context.settings.eval_every
         return every is not None and self._progress.version % every == 0
 
     def poll(self) -> None:

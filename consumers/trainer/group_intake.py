@@ -41,12 +41,9 @@ class GroupIntake:
         self.datasets = DatasetMeter()
         self.filtered_at = 0.0
         self.last_outcome_at = time.monotonic()
-        self._advantage_of = context.config.trainer.advantage_of
+        self._context = context
         self._session = context.session
-        self._progress = context.progress
-        self._notify = context.notify
         self._traces = context.traces
-        self._images = context.broker.images
         self._image_settings = context.rank_group.step.planner.images
         self._taught = frozenset(context.config.teacher_weights)
         self._supervised = frozenset(context.config.supervised_weights)
@@ -79,7 +76,7 @@ class GroupIntake:
         """Raise RunFailed if so many groups failed in a row that the next ones will, too."""
         text = self._failures.find(slot.task_id for slot in pipeline.slots)
         if text is not None:
-            self._notify("run_failed", "error", text)
+            self._context.notify("run_failed", "error", text)
             raise RunFailed(text)
 
     def discard_ended(self, active: set[int]) -> None:
@@ -104,7 +101,7 @@ class GroupIntake:
         self, task_ids: Sequence[int], staleness: int, drained: Collection[str] = ()
     ) -> Iterator[tuple[Group, list[ScoredSample]]]:
         """Load groups, and drop those that are too old, do not fit, or are of generators that are ``drained``."""
-        version = self._progress.version
+        version = self._context.progress.version
         taken = [self._buffer.take(task_id) for task_id in task_ids]
         scored = [[outcome for outcome in outcomes if outcome.trajectory_id] for outcomes in taken]
         bodies = iter(
@@ -204,7 +201,7 @@ class GroupIntake:
         broken = {outcome.sample: outcome.score.broken_version for outcome in outcomes}
         versions = [version for version in broken.values() if version >= 0]
         first, size = outcomes[0].score, outcomes[0].group_size
-        settings = self._advantage_of(first.dataset)
+        settings = self._context.config.trainer.advantage_of(first.dataset)
         term = settings.filter_term or ""
         compared = [outcome.score.components.get(term, outcome.score.reward) for outcome in scored]
         # A sample's second outcome, behind these, says nothing of it.
@@ -260,7 +257,7 @@ class GroupIntake:
     def _fetch_images(self, samples: Sequence[Trajectory]) -> dict[str, bytes]:
         """Return the bytes of the images of samples by digest; BrokerDamaged if one is lost."""
         wanted = {image.digest for sample in samples for image in sample.images}
-        found = self._images.fetch(wanted) if wanted else {}
+        found = self._context.broker.images.fetch(wanted) if wanted else {}
         if len(found) < len(wanted):
             self._session.read_pipeline()
             raise BrokerDamaged(f"the broker has lost images of prompt group {samples[0].task_id}")
@@ -304,7 +301,7 @@ class GroupIntake:
         self.meter.drop(reason)
         scored, rate = [outcome.scored_id for outcome in outcomes], solve_rate(outcomes)
         if self._session.drop_group(task_id, reason, scored, how, rate):
-            self._progress.unfinished.discard(task_id)
+            self._context.progress.unfinished.discard(task_id)
         self._forget(outcomes)
 
     def _forget(self, outcomes: Sequence[ScoredSample]) -> None:

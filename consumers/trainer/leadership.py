@@ -24,9 +24,9 @@ from broker.flow.owner import Owner
 from broker.flow.progress import TakeoverRequest
 from consumers.trainer.context import TrainerContext
 from consumers.trainer.records.evaluations import EvaluationLog
-from schemas.errors import BrokerDamaged, BrokerLost, ConfigError, DiskError, FencedError
+from schemas.errors import BrokerDamaged, BrokerLost, ConfigError, FencedError
 from schemas.run_record import claim_folder, record_file
-from schemas.system.files import atomic_write, make_folder
+from schemas.system.files import atomic_write, disk_errors, make_folder
 
 LOCK_S = 5.0
 """Seconds that a trainer waits for another one that is writing the file; it takes milliseconds."""
@@ -43,7 +43,6 @@ class LeaderRecord:
 
     @property
     def number(self) -> int:
-        """The number in the term."""
         return term_number(self.leader_term)
 
 
@@ -64,7 +63,6 @@ class Leadership:
 
     @property
     def number(self) -> int:
-        """The number in this trainer's term."""
         return term_number(self.leader_term)
 
     def next_version(self) -> int:
@@ -83,8 +81,8 @@ class Leadership:
         context.progress.run_id = record.id
         found = self.read()
         # Without the file it is unknown what was published since the checkpoint.
-        unknown = self._context.config.trainer.checkpoint.most_uncovered if from_checkpoint and found is None else 0
-        self.published = max(self._context.progress.version + unknown, found.version if found else 0)
+        unknown = context.config.trainer.checkpoint.most_uncovered if from_checkpoint and found is None else 0
+        self.published = max(context.progress.version + unknown, found.version if found else 0)
         self._fresh = found is None and not from_checkpoint
 
     def take_over(self, saved: int) -> bool:
@@ -104,10 +102,8 @@ class Leadership:
             context.notify("settings", "warning", text)
         if takeover.lost:
             progress.version = max(progress.version, takeover.version)
-            if takeover.surplus:
-                text = (
-                    f"the repaired ledger counts {takeover.surplus} prompt groups twice: compare the run's log with it"
-                )
+            if twice := takeover.surplus:
+                text = f"the repaired ledger counts {twice} prompt groups twice: compare the run's log with it"
                 context.notify("ledger", "error", text)
             text = f"the broker was repaired; training resumes at step {progress.step}"
             context.notify("broker_mended", "warning", text)
@@ -128,14 +124,11 @@ class Leadership:
         FencedError, and nothing is written, if another trainer has used the folder since this one took over. The record
         outlives a loss of power, as generators' weights may.
         """
-        try:
-            with _alone(self._file):
-                self._check()
-                self.published = max(self.published, version)
-                content = json.dumps(asdict(LeaderRecord(self.leader_term, self.published)))
-                atomic_write(self._file, content, durable=True)
-        except OSError as error:
-            raise DiskError(f"cannot write {self._file}: {error}") from error
+        with disk_errors(f"cannot write {self._file}"), _alone(self._file):
+            self._check()
+            self.published = max(self.published, version)
+            content = json.dumps(asdict(LeaderRecord(self.leader_term, self.published)))
+            atomic_write(self._file, content, durable=True)
 
     def read(self) -> LeaderRecord | None:
         """Read the file; None if it is missing or damaged."""

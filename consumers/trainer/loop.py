@@ -29,7 +29,7 @@ from schemas.config import TidemillConfig
 from schemas.errors import BrokerLost, DiskError, RunFailed
 from schemas.messages import BatchRecord
 from schemas.system.device_lock import SHARE
-from schemas.system.files import commit_folder
+from schemas.system.files import commit_folder, disk_errors
 from schemas.system.lifecycle import StopFlag
 
 EVAL_DEADLINE_S = 300.0
@@ -203,11 +203,10 @@ class Trainer:
         aside = folder.with_name(".model.writing")
         shutil.rmtree(aside, ignore_errors=True)
         try:
-            self.rank_group.export(aside)
-            copy_tokenizer(self.config.model, aside)
-            commit_folder(aside, folder)
-        except OSError as error:
-            raise DiskError(f"cannot write the model {folder}: {error}") from error
+            with disk_errors(f"cannot write the model {folder}"):
+                self.rank_group.export(aside)
+                copy_tokenizer(self.config.model, aside)
+                commit_folder(aside, folder)
         finally:
             shutil.rmtree(aside, ignore_errors=True)
 

@@ -7,14 +7,15 @@ loss of broker and trainer together.
 
 import json
 from collections.abc import Callable
+from typing import Any
 
 import structlog
 
 from broker.connection.connection import BLOCK_MS
 from broker.flow.run_control import ControlState
 from consumers.trainer.context import TrainerContext
-from schemas.errors import BrokerLost, DiskError
-from schemas.system.files import atomic_write
+from schemas.errors import BrokerLost
+from schemas.system.files import atomic_write, disk_errors
 from schemas.system.lifecycle import PauseReason, StopFlag
 
 FILE = "PAUSE"
@@ -31,13 +32,8 @@ class PauseFollower:
 
     def __init__(self, context: TrainerContext, save: Callable[[], None]) -> None:
         self._file = context.rank_group.checkpoint_store.folder / FILE
-        self._broker = context.broker
-        self._progress = context.progress
-        self._retry = context.retry
-        self._settings = context.settings
-        self._timer = context.timer
-        self._save = save
-        self._written: ControlState | None = None
+        self._context, self._broker, self._save = context, context.broker, save
+        self._written: dict[str, Any] = {}
         self._drained = -1
         self.changed: Callable[[], None] = lambda: None
         self.reasons: frozenset[PauseReason] = frozenset()
@@ -50,12 +46,12 @@ class PauseFollower:
             known = ControlState(found["pause"], int(found["pause_id"]), str(found["by"]), float(found["since"]))
         except (OSError, ValueError, KeyError, TypeError):
             return
-        self._progress.note_pause(known)
+        self._context.progress.note_pause(known)
 
     def follow(self, control: ControlState, drained: bool = False) -> bool:
         """Follow the orders; True if the trainer has to pause. drained: nothing is left to train."""
         self._remember(control)
-        self._settings.follow(control.settings)
+        self._context.settings.follow(control.settings)
         if control.checkpoint > self.acknowledged.get("checkpoint", 0):
             self._save()
             self._acknowledge("checkpoint", control.checkpoint)
@@ -81,7 +77,7 @@ class PauseFollower:
             control = self._broker.run_control.read()
             if control is None:
                 raise BrokerLost("the broker has lost the orders to this run")
-            self._progress.note_pause(control)
+            self._context.progress.note_pause(control)
             if not self.follow(control, drained):
                 return held
             held = True
@@ -96,7 +92,7 @@ class PauseFollower:
             self._wait_change(position)
 
     def _wait_change(self, position: bytes) -> None:
-        with self._timer.phase("paused"):
+        with self._context.timer.phase("paused"):
             self._broker.ledger.wait_change(position, BLOCK_MS)
 
     def _acknowledge(self, order: str, number: int) -> None:
@@ -105,16 +101,13 @@ class PauseFollower:
             self.changed()
 
     def _remember(self, control: ControlState) -> None:
-        seen = ControlState(control.pause, control.pause_id, control.by, control.since)
-        if seen == self._written:
+        fields = {name: getattr(control, name) for name in ("pause", "pause_id", "by", "since")}
+        if fields == self._written:
             return
-        fields = {"pause": seen.pause, "pause_id": seen.pause_id, "by": seen.by, "since": seen.since}
 
         def write() -> None:
-            try:
+            with disk_errors(f"cannot write {self._file}"):
                 atomic_write(self._file, json.dumps(fields), durable=True)
-            except OSError as error:
-                raise DiskError(f"cannot write {self._file}: {error}") from error
 
-        self._retry("pause", write)
-        self._written = seen
+        self._context.retry("pause", write)
+        self._written = fields

@@ -6,6 +6,7 @@ tokens are not from the weights that they name is drained.
 
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 
 import numpy as np
 import structlog
@@ -28,6 +29,7 @@ from schemas.codec import Array
 from schemas.config import by_pool
 from schemas.errors import DiskError, InfraError, RunFailed
 from schemas.messages import Probe
+from schemas.system.files import disk_errors
 
 MOST_REFUSALS = 3
 """Refusals of a version, by generators that have no other weights, after which the run may end."""
@@ -64,7 +66,7 @@ class WeightPublisher:
         On return they are being sent; with ``wait`` they have arrived. Errors of the version before are raised here;
         DiskError if the disk is full until the deadline.
         """
-        self._context.retry("weights", self._publish_and_wait if wait else self._publish)
+        self._context.retry("weights", partial(self._publish, wait))
 
     def abandon(self, tolerated: type[InfraError] = InfraError) -> None:
         """Wait until nothing is being sent; a version that failed with a ``tolerated`` error must be sent again."""
@@ -82,10 +84,6 @@ class WeightPublisher:
         """Stop serving versions to peers, at the end of this process."""
         if self._peers is not None:
             self._peers.close()
-
-    def _publish_and_wait(self) -> None:
-        self._publish()
-        self._wait_sent()
 
     def _open_publication(self) -> WeightPublication:
         """Return what publishes, and begin to serve peers: not before the takeover, which repairs keys."""
@@ -107,32 +105,31 @@ class WeightPublisher:
             self._publication = self._context.broker.weight_publication(transport, settings.keep, deltas)
         return self._publication
 
-    def _publish(self) -> None:
+    def _publish(self, wait: bool) -> None:
         self._wait_sent()
-        self._open_publication()
+        publication = self._open_publication()
         version = self._context.progress.version
         newest = self._store.newest()
         if newest is None or newest.version < version or (newest.version == version and not self._store.holds(newest)):
             self._leadership.reserve_version(version)
-            self._send(version, self._context.progress.step, self._leadership.leader_term)
+            self._send(publication, version)
+            if self._full or wait:
+                # The disk was full for the version before.
+                self._wait_sent()
 
-    def _send(self, version: int, step: int, leader_term: str) -> None:
-        """Begin to send; if the disk was full for the version before, wait until this one is written."""
+    def _send(self, publication: WeightPublication, version: int) -> None:
+        step, leader_term = self._context.progress.step, self._leadership.leader_term
         file = self._folder / f"part-{version}-t{term_number(leader_term)}"
-        publication = self._open_publication()
         rank_group = self._context.rank_group
-        try:
+        with disk_errors(f"cannot write weights version {version} to {file}"):
             self._folder.mkdir(parents=True, exist_ok=True)
             snapshot, logprobs = rank_group.gather(self._probe, file)
-        except OSError as error:
-            raise DiskError(f"cannot write weights version {version} to {file}: {error}") from error
         if not np.isfinite(logprobs).all():
             raise RunFailed(describe_broken(version))
         probe = Probe(tokens=Array.of(self._probe, "i4"), logprobs=Array.of(logprobs, "f4"), image=self._probe_image)
-        adapter = rank_group.step.policy.adapter
 
         def send() -> None:
-            try:
+            with disk_errors(f"cannot publish weights version {version} from {file}"):
                 snapshot.fill()
                 publication.publish(
                     file,
@@ -141,14 +138,10 @@ class WeightPublisher:
                     leader_term=leader_term,
                     tensors=snapshot.specs,
                     probe=probe,
-                    adapter=adapter,
+                    adapter=rank_group.step.policy.adapter,
                 )
-            except OSError as error:
-                raise DiskError(f"cannot publish weights version {version} from {file}: {error}") from error
 
         self._sending = self._executor.submit(send)
-        if self._full:
-            self._wait_sent()
 
     def _wait_sent(self) -> None:
         """Wait until the last version is with the broker, whose deadline bounds it; its error is raised here, once."""
@@ -201,7 +194,7 @@ class RefusalWatch:
 
 def find_drained(control: ControlState, heartbeats: Heartbeats) -> set[str]:
     """Return the generators whose samples must not be trained. One of a new process is trusted again."""
-    running = {beat.service: beat.process for beat in heartbeats.list()}
+    running = {beat.service: beat.process for beat in heartbeats.list()} if control.mismatch else {}
     return {name for name, process in control.mismatch.items() if running.get(name, process) == process}
 
 

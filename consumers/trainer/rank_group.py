@@ -118,7 +118,9 @@ class RankGroup:
         self._snapshots = Snapshots(step.policy, self._dtype, self.ranks)
         self._publisher = ThreadPoolExecutor(1, thread_name_prefix="snapshot")
         self._snapshot: Snapshot | None = None
-        self.state = _state_of(step)
+        parts = step.parts().values()
+        models = [*(model for model, _ in parts), *step.frozen()]
+        self.state = StateOffload(step.policy.device, models, [update.optimizer for _, update in parts])
         self._turns = turns
         self._timer = timer or StepTimer()
         step.update.optimizer.register_step_pre_hook(lambda *_: self._wait_copied())
@@ -141,12 +143,10 @@ class RankGroup:
         schedule.lr, schedule.steps = lr or schedule.lr, steps or schedule.steps
         self.hold()
         plan = self.step.planner.plan(groups)
+        settings = (str(trace or ""), schedule.lr, schedule.steps)
         for rank in range(1, self.ranks.world):
             part = self.ranks.layout.dp_rank_of(rank)
-            share, images = plan.share(part), plan.files(part)
-            self._send(
-                rank, Train(version, share, str(trace or ""), schedule.lr, schedule.steps, images, plan.deal.updates)
-            )
+            self._send(rank, Train(version, plan.share(part), *settings, plan.files(part), plan.deal.updates))
         return self._run_step(plan.batch(self.ranks.dp_rank), version, trace)
 
     def gather(self, tokens: Sequence[int], file: Path) -> tuple[Snapshot, npt.NDArray[np.float32]]:
@@ -243,23 +243,19 @@ class RankGroup:
         self._wait_copied()
         if self._writing is not None and not self._asynchronous:
             wait([self._writing], SAVE_DEADLINE_S)
-        if self._turns is None:
-            self.state.offload()
-            return
-        with self._turns.clock.measure("offload"):
-            self.state.offload()
-        self._turns.give()
+        if (turns := self._turns) is not None:
+            with turns.clock.measure("offload"):
+                self.state.offload()
+            turns.give()
 
     def onload(self) -> None:
         """Take shared GPUs from generators, and move the state back, on all ranks."""
         self._send_to_all(Act("onload"))
-        if self._turns is None:
-            self.state.onload()
-            return
-        with self._turns.clock.measure("wait"):
-            self._turns.hold()
-        with self._turns.clock.measure("onload"):
-            self.state.onload()
+        if (turns := self._turns) is not None:
+            with turns.clock.measure("wait"):
+                turns.hold()
+            with turns.clock.measure("onload"):
+                self.state.onload()
 
     def dismiss(self, finished: bool = True) -> None:
         """End the work of the other ranks. finished: whether the run is."""
@@ -294,12 +290,10 @@ class RankGroup:
 
     def _execute(self, command: Command) -> None:
         if isinstance(command, Train):
-            trace = Path(command.trace) if command.trace else None
             self.step.schedule.lr, self.step.schedule.steps = command.lr, command.steps
             images = self.step.planner.files(command.images)
-            micro_batches = [collate(rows, images) for rows in command.micro_batches]
-            batch = StepBatch(micro_batches, updates=command.updates)
-            self._run_step(batch, command.version, trace)
+            batch = StepBatch([collate(rows, images) for rows in command.micro_batches], updates=command.updates)
+            self._run_step(batch, command.version, Path(command.trace) if command.trace else None)
         elif isinstance(command, Gather):
             snapshot, _ = self._gather(command.tokens, Path(command.file), command.mark)
             self._publisher.submit(snapshot.fill)
@@ -324,10 +318,3 @@ class RankGroup:
     def _send(self, rank: int, command: Command) -> None:
         if self.ranks.is_main:
             self.ranks.channel.send(rank, _encoder.encode(command))
-
-
-def _state_of(step: Learner) -> StateOffload:
-    """Return the weights of all models, and the state of the optimizers."""
-    parts = step.parts().values()
-    models = [*(model for model, _ in parts), *step.frozen()]
-    return StateOffload(step.policy.device, models, [update.optimizer for _, update in parts])

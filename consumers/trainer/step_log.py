@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from broker.evaluations.results import DatasetResult, EvalResult
+from broker.evaluations.results import DatasetResult
 from broker.evaluations.store import MendedSamples
 from consumers.trainer.context import TrainerContext
 from consumers.trainer.data.groups import Batch
@@ -23,10 +23,10 @@ from consumers.trainer.records.machine import write_environment
 from consumers.trainer.records.samples import SampleLog, Terms
 from consumers.trainer.records.trackers import Trackers
 from consumers.trainer.step.learner import StepResult
-from schemas.errors import BrokerDamaged, DiskError
+from schemas.errors import BrokerDamaged
 from schemas.messages import Trajectory
 from schemas.run_folder import METRICS, TRAINED
-from schemas.system.files import LineFile
+from schemas.system.files import LineFile, disk_errors
 
 LOOK_S = 30.0
 """Seconds between two searches for parts of evaluations that the broker has lost."""
@@ -39,20 +39,16 @@ class StepLog:
     """
 
     def __init__(self, context: TrainerContext) -> None:
+        self._context = context
         self._broker = context.broker
-        self._session = context.session
         self._progress = context.progress
-        self._timer = context.timer
         self._config = context.config
         folder = context.config.folder
         self._metrics = LineFile(folder / METRICS)
         self._trained = LineFile(folder / TRAINED)
         self.evaluations = EvaluationLog(folder)
-        self._retry = context.retry
-        self._notify = context.notify
         self._traces = context.traces
         self._ranks = context.rank_group.ranks
-        self._device = device_name()
         self._trackers = Trackers(context.config, self._ranks.accelerator, context.notify)
         self._eval_sample_log = EvalSampleLog(folder, context.broker.eval_samples.take)
         self._sample_log = SampleLog(folder, context.config.trainer.log_groups)
@@ -67,7 +63,8 @@ class StepLog:
 
     def write_resumed(self) -> None:
         """Log that this trainer resumes from the weights as they are."""
-        self._append(self._trained, {"resumed": self._progress.step, "leader_term": self._session.leader_term})
+        resumed = {"resumed": self._progress.step, "leader_term": self._context.session.leader_term}
+        self._append(self._trained, resumed)
 
     def trained(self, batch: Batch) -> None:
         """Log which samples are in the weights now; call it before anything that may find the broker lost."""
@@ -77,22 +74,22 @@ class StepLog:
             for member in group.members
             if member.trajectory_id
         ]
-        line = {"step": batch.record.step, "leader_term": self._session.leader_term}
+        line = {"step": batch.record.step, "leader_term": self._context.session.leader_term}
         self._append(self._trained, line | {"samples": samples, "excluded": batch.excluded})
 
     def finished(self, batch: Batch, result: StepResult) -> None:
         """End the step's time, and write its metrics and samples to the run's folder, the trackers and the broker."""
-        times = self._timer.lap()
+        times = self._context.timer.lap()
         self.tokens_per_s = result.metrics["tokens"] / times["total"]
         figures = self._figures(batch, result) | {f"time/{name}_s": seconds for name, seconds in times.items()}
         self._append(self._metrics, figures | self._evaluated)
         self._last, self._evaluated = figures, {}
         worked = result.seconds.get("total", 0.0) + times.get("publish", 0.0)
         samples = [sample for group in batch.groups for sample in group.samples]
-        moment = self._traces.trained(self._progress.step, worked, samples)
+        step = self._progress.step
+        moment = self._traces.trained(step, worked, samples)
         self._trackers.log(figures)
         self._samples, self._terms = samples, batch.terms
-        step = self._progress.step
         self._sample_log.write(step, batch.record.version, batch.groups, result.advantages, batch.terms, moment)
         if self._config.eval is None and step % self._config.trainer.checkpoint.every == 0:
             self._log_completions()
@@ -131,9 +128,13 @@ class StepLog:
                 "wall_s": max(0.0, result.time - float(self._progress.started or 0)),
                 "datasets": {label: of.to_json() | figures(label, of) for label, of in result.datasets.items()},
             }
-            self._retry("evaluations", partial(self.evaluations.add, line))
+            self._context.retry("evaluations", partial(self.evaluations.add, line))
             if result.failed:
-                self._notify("evaluation", "warning", _describe_failed(result))
+                text = (
+                    f"{result.failed} of {result.n} samples of the evaluation of version {result.version} failed and"
+                    " are left out of its means; dead letters and events say why"
+                )
+                self._context.notify("evaluation", "warning", text)
             known = {"reward": line["mean"], "length": line["length"], "version": line["version"]}
             for label, of in result.datasets.items():
                 known |= {f"{label}/{name}": value for name, value in figures(label, of).items()}
@@ -165,7 +166,7 @@ class StepLog:
                 f"the broker has lost a part of the evaluation of version {version}: {again} samples are queued again,"
                 f" {failed} count as failed"
             )
-            self._notify("evaluation", "warning", text)
+            self._context.notify("evaluation", "warning", text)
 
     def _log_completions(self) -> None:
         """Send trackers some samples of the last batch, from the worst to the best."""
@@ -194,12 +195,10 @@ class StepLog:
 
     def _append(self, file: LineFile, line: dict[str, Any]) -> None:
         def write() -> None:
-            try:
+            with disk_errors(f"cannot write {file.path}"):
                 file.append(json.dumps(line))
-            except OSError as error:
-                raise DiskError(f"cannot write {file.path}: {error}") from error
 
-        self._retry("log", write)
+        self._context.retry("log", write)
 
     def _figures(self, batch: Batch, result: StepResult) -> dict[str, Any]:
         figures: dict[str, Any] = {
@@ -213,17 +212,11 @@ class StepLog:
             **batch.figures,
         }
         metrics = dict(result.metrics)
-        ranks = self._ranks.world
-        figures |= compute_metrics(metrics.pop("forward_flops", 0.0), result.seconds, ranks, self._device)
+        flops = metrics.pop("forward_flops", 0.0)
+        figures |= compute_metrics(flops, result.seconds, self._ranks.world, device_name())
         figures |= memory_metrics()
         for name, value in metrics.items():
             section, _, rest = name.partition("_")
             known = section in ("reward", "staleness")
             figures[f"{section}/{rest}" if known else f"train/{name}"] = value
         return figures
-
-
-def _describe_failed(result: EvalResult) -> str:
-    """Say that samples of a complete evaluation are in none of its means."""
-    failed, what = f"{result.failed} of {result.n} samples", f"the evaluation of version {result.version}"
-    return f"{failed} of {what} failed and are left out of its means; dead letters and events say why"

@@ -16,9 +16,9 @@ import zstandard
 
 from consumers.trainer.checkpoint.files import refuse_older_names
 from schemas.codec import BadMessage, decode, encode
-from schemas.errors import ConfigError, DiskError
-from schemas.messages import RecordedGroup, StepRecord, Trajectory
-from schemas.system.files import atomic_write
+from schemas.errors import ConfigError
+from schemas.messages import RecordedGroup, StepRecord
+from schemas.system.files import atomic_write, disk_errors
 
 if TYPE_CHECKING:
     from consumers.trainer.data.groups import Group
@@ -43,10 +43,8 @@ class BatchFiles:
         """Write a record, durably and whole; DiskError if there is no room."""
         file = self.folder / f"step-{record.step:08d}-t{record.leader_term:04d}.msgpack.zst"
         content = zstandard.ZstdCompressor(write_checksum=True).compress(encode(record, LARGEST))
-        try:
+        with disk_errors(f"cannot write the batch of step {record.step} to {file}"):
             atomic_write(file, content, durable=True)
-        except OSError as error:
-            raise DiskError(f"cannot write the batch of step {record.step} to {file}: {error}") from error
 
     def read(self, step: int) -> StepRecord:
         """Read the record of a step; ConfigError if it is missing or damaged."""
@@ -91,7 +89,8 @@ def step_record(groups: Sequence[Group], **fields: Any) -> StepRecord:
         groups=[
             RecordedGroup(
                 group.task_id,
-                [_bare(sample) for sample, _ in group.samples],
+                # Training does not read the rest.
+                [msgspec.structs.replace(each, prompt="", completion="", data={}) for each, _ in group.samples],
                 [reward for _, reward in group.samples],
                 dict(group.images),
             )
@@ -99,8 +98,3 @@ def step_record(groups: Sequence[Group], **fields: Any) -> StepRecord:
         ],
         **fields,
     )
-
-
-def _bare(sample: Trajectory) -> Trajectory:
-    """Leave out what training does not read."""
-    return msgspec.structs.replace(sample, prompt="", completion="", data={})

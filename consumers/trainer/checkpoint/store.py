@@ -72,14 +72,6 @@ class Restored:
     difference: str = ""
 
 
-@dataclass(frozen=True)
-class Newest:
-    """The newest checkpoint that is whole, None without one, and a line on each newer one that is not."""
-
-    path: Path | None
-    refused: list[str]
-
-
 class CheckpointStore:
     """The checkpoints in ``folder``: the newest ``keep``, and ``keep_best`` others. All ranks call the same."""
 
@@ -166,16 +158,16 @@ class CheckpointStore:
                 self._remove_old()
         return path
 
-    def newest(self) -> Newest:
-        """Find the newest checkpoint whose files are as they were written, and name damaged ones with the reason."""
+    def newest(self) -> tuple[Path | None, list[str]]:
+        """Find the newest checkpoint whose files are as they were written, and a line on each damaged newer one."""
         refused: list[str] = []
         for path in self._all():
             problem = damage(path)
             if problem is None:
                 self._whole = path
-                return Newest(path, refused)
+                return path, refused
             refused.append(f"{path.name}: {problem}")
-        return Newest(None, refused)
+        return None, refused
 
     def at(self, step: WantedStep = None) -> Path:
         """Find the checkpoint of a step, the newest whole one by default; ConfigError says what there is instead.
@@ -184,25 +176,21 @@ class CheckpointStore:
         them counts, even if it is damaged.
         """
         if step is None:
-            newest = self.newest()
-            if newest.path is None:
-                raise ConfigError(
-                    f"no whole checkpoint in {self.folder}{''.join(f'; {line}' for line in newest.refused)}"
-                )
-            return newest.path
+            newest, refused = self.newest()
+            if newest is None:
+                raise ConfigError(f"no whole checkpoint in {self.folder}{''.join(f'; {line}' for line in refused)}")
+            return newest
         paths = self._best(self._all()) if step == "best" else [path for path in self._all() if step_of(path) == step]
-        path = next(iter(paths), None)
-        if path is None and step == "best":
+        if not paths and step == "best":
             raise ConfigError(
                 f"no checkpoint in {self.folder} is of an evaluated version: trainer.checkpoint.keep_best keeps them"
             )
-        if path is None:
+        if not paths:
             there = ", ".join(str(number) for number in self.steps()) or "none"
             raise ConfigError(f"no checkpoint of step {step} in {self.folder}; there is {there}")
-        problem = damage(path)
-        if problem is not None:
-            raise ConfigError(f"checkpoint {path.name} is damaged: {problem}")
-        return path
+        if problem := damage(paths[0]):
+            raise ConfigError(f"checkpoint {paths[0].name} is damaged: {problem}")
+        return paths[0]
 
     def sweep(self, leader_term: int) -> None:
         """Remove half-written checkpoints of terms up to ``leader_term``; for the trainer that takes over."""
@@ -223,9 +211,8 @@ class CheckpointStore:
     def load(self, path: Path, train: Learner) -> Restored:
         """Load ``path`` into ``train``, on any number of ranks; InfraError if damaged, ConfigError of another model."""
         with train.ranks.on_all_ranks(f"checkpoint {path} is damaged", InfraError):
-            problem = damage(path) if train.ranks.is_main and path != self._whole else None
-            self._whole = None
-            if problem is not None:
+            whole, self._whole = self._whole, None
+            if train.ranks.is_main and path != whole and (problem := damage(path)):
                 raise OSError(problem)
         state = read_state(path)
         check_same(path.name, state.get("adapter"), train.policy.adapter)
@@ -250,7 +237,11 @@ class CheckpointStore:
         # More ranks than there were: the new ones keep the random state they started with.
         if rng.exists():
             set_random_states(json.loads(rng.read_text(encoding="utf-8")))
-        difference = _critic_difference(path.name, had_critic, has_critic)
+        difference = ""
+        if has_critic and not had_critic:
+            difference = f"checkpoint {path.name} has no critic: that of trainer.critic starts untrained"
+        elif had_critic and not has_critic:
+            difference = f"the critic in checkpoint {path.name} is left out: the configuration has no trainer.critic"
         return Restored(state["step"], state["version"], state["extra"], difference)
 
     def _all(self) -> list[Path]:
@@ -263,8 +254,7 @@ class CheckpointStore:
 
     def _best(self, paths: list[Path]) -> list[Path]:
         of_version = {state["version"]: path for path, state in reversed(_read_states(paths))}
-        ranked = best_versions(self._evaluations())
-        return [of_version[version] for version in ranked if version in of_version]
+        return [of_version[version] for version in best_versions(self._evaluations()) if version in of_version]
 
     def _evaluations(self) -> dict[int, dict[str, Any]]:
         return read_evaluations(self.folder.parent / EVALUATIONS)
@@ -323,22 +313,15 @@ def load_tensors(path: Path, into: dict[str, Any]) -> None:
     except OSError as error:
         raise InfraError(f"checkpoint {path.name} cannot be read: {error}") from error
     except CheckpointException as error:
-        for failure in error.failures.values():
-            if isinstance(failure[0], pickle.UnpicklingError):
-                raise ConfigError(f"checkpoint {path.name} is not loaded: {failure[0]}") from error
-        if any(isinstance(failure[0], OSError) for failure in error.failures.values()):
+        causes = [failure[0] for failure in error.failures.values()]
+        for cause in causes:
+            if isinstance(cause, pickle.UnpicklingError):
+                raise ConfigError(f"checkpoint {path.name} is not loaded: {cause}") from error
+        if any(isinstance(cause, OSError) for cause in causes):
             raise InfraError(f"checkpoint {path.name} cannot be read: {reason(error)}") from error
         raise ConfigError(
             f"checkpoint {path.name} is not one of model.path, or of a run with another critic: {reason(error)}"
         ) from error
-
-
-def _critic_difference(name: str, had: bool, has: bool) -> str:
-    if had == has:
-        return ""
-    if has:
-        return f"checkpoint {name} has no critic: that of trainer.critic starts untrained"
-    return f"the critic in checkpoint {name} is left out: the configuration has no trainer.critic"
 
 
 def step_of(path: Path) -> int:

@@ -116,29 +116,26 @@ def collate(rows: Sequence[TrainRow], images: ImageFiles | None = None) -> Micro
             out[place, : len(row.cut.tokens)] = read(row)
         return torch.from_numpy(out)
 
+    def shifted(read: Callable[[TrainRow], npt.NDArray[np.generic] | float], empty: int, dtype: type) -> Tensor:
+        return filled(read, empty, dtype)[:, 1:].contiguous()
+
     def spread(values: Sequence[float]) -> Tensor:
         column = torch.tensor([*values] or [0.0], dtype=torch.float32)[:, None]
         return torch.where(mask, column, 0.0)
 
-    def advantages() -> Tensor:
-        same = [row.advantage for row in rows if isinstance(row.advantage, float)]
-        if len(same) == len(rows):
-            return spread(same)
-        each = filled(lambda row: a if isinstance(a := row.advantage, float) else a.numpy(), 0, np.float32)[:, 1:]
-        return torch.where(mask, each, 0.0)
-
     tokens = filled(lambda row: row.cut.tokens.numpy(), 0, np.int64)
-    mask = filled(lambda row: row.cut.loss_mask.numpy(), 0, np.bool_)[:, 1:].contiguous()
+    mask = shifted(lambda row: row.cut.loss_mask.numpy(), 0, np.bool_)
+    advantages = shifted(lambda row: a if isinstance(a := row.advantage, float) else a.numpy(), 0, np.float32)
     taught = any(row.cut.teacher_logprobs is not None for row in rows)
     supervised = [row.supervised_weight for row in rows]
     return MicroBatch(
         tokens=tokens,
         targets=tokens[:, 1:].contiguous(),
         mask=mask,
-        rollout_logprobs=filled(lambda row: row.cut.logprobs.numpy(), 0, np.float32)[:, 1:].contiguous(),
-        advantages=advantages(),
+        rollout_logprobs=shifted(lambda row: row.cut.logprobs.numpy(), 0, np.float32),
+        advantages=torch.where(mask, advantages, 0.0),
         weights=spread([row.weight for row in rows]),
-        versions=filled(lambda row: row.cut.versions(), -1, np.int64)[:, 1:].contiguous(),
+        versions=shifted(lambda row: row.cut.versions(), -1, np.int64),
         sequence=torch.tensor([row.sequence for row in rows] or [-1]),
         sample=torch.tensor([row.cut.sample for row in rows] or [-1]),
         group=torch.tensor([row.group for row in rows] or [-1]),
@@ -150,9 +147,9 @@ def collate(rows: Sequence[TrainRow], images: ImageFiles | None = None) -> Micro
         teacher_weights=spread([row.teacher_weight for row in rows]) if taught else None,
         supervised_weights=spread(supervised) if any(supervised) else None,
         loss=torch.tensor([row.loss for row in rows]) if any(row.loss for row in rows) else None,
-        reference_logprobs=filled(
-            lambda row: 0.0 if row.cut.teacher_logprobs is None else row.cut.teacher_logprobs.numpy(), 0, np.float32
-        )[:, 1:].contiguous()
+        reference_logprobs=shifted(
+            lambda row: 0.0 if (given := row.cut.teacher_logprobs) is None else given.numpy(), 0, np.float32
+        )
         if taught
         else None,
     )
@@ -160,17 +157,15 @@ def collate(rows: Sequence[TrainRow], images: ImageFiles | None = None) -> Micro
 
 def _routed_experts(rows: Sequence[TrainRow], shape: tuple[int, int]) -> Tensor | None:
     """Return ``MicroBatch.routed_experts``; DataError if two rows are not of one model."""
-    sizes = {
-        (row.cut.routed_experts.layers, row.cut.routed_experts.k) for row in rows if row.cut.routed_experts is not None
-    }
-    if not sizes:
+    routed = {place: routed for place, row in enumerate(rows) if (routed := row.cut.routed_experts) is not None}
+    if not routed:
         return None
+    sizes = {(each.layers, each.k) for each in routed.values()}
     if len(sizes) > 1:
         raise DataError(f"samples of one step have routed_experts of different (layers, experts): {sorted(sizes)}")
     out = np.full((*shape, *sizes.pop()), -1, dtype=np.int16)
-    for place, row in enumerate(rows):
-        if row.cut.routed_experts is not None:
-            chosen = row.cut.routed_experts.numpy()
-            unknown = np.iinfo(chosen.dtype).max
-            out[place, : len(chosen)] = np.where(chosen == unknown, np.int16(-1), chosen.astype(np.int16))
+    for place, each in routed.items():
+        chosen = each.numpy()
+        unknown = np.iinfo(chosen.dtype).max
+        out[place, : len(chosen)] = np.where(chosen == unknown, np.int16(-1), chosen.astype(np.int16))
     return torch.from_numpy(out)

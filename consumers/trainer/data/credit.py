@@ -53,13 +53,16 @@ class Calls:
     of_token: Ints
 
 
-def give_finer_credit(advantage: AnyAdvantage, samples: Samples, by_name: bool) -> Credit:
-    """Give credit to names, calls or tokens; DataError if the advantage is not one finite number for each."""
+def give_credit(advantage: AnyAdvantage, samples: Samples, by_name: bool) -> Credit:
+    """Give credit to samples, or finer; DataError if the advantage is not one finite number for each."""
     if getattr(advantage, "per_token", False):
         return _of_tokens(getattr(advantage, "gamma", 1.0), samples)
     if getattr(advantage, "per_turn", False):
         return _of_calls(advantage, samples, by_name)
-    return _of_names(advantage, samples)
+    if by_name:
+        return _of_names(advantage, samples)
+    found = one_each("advantages", advantage(samples.rewards, samples.groups), len(samples.rewards))
+    return Credit([float(found[row.sample]) for row in samples.rows], found)
 
 
 def _of_names(advantage: Advantage, samples: Samples) -> Credit:
@@ -106,11 +109,9 @@ def _of_tokens(gamma: float, samples: Samples) -> Credit:
     rows_of: list[list[CutRow]] = [[] for _ in calls]
     for row in samples.rows:
         rows_of[row.sample].append(row)
-    credit: list[float | Array] = []
     # Rows stand in the order of their samples.
-    for each, rows in zip(calls, rows_of, strict=True):
-        credit += [Array.of(values, "f4") for values in _placed(each, rows, gamma)]
-    return Credit(credit, samples.rewards.copy())
+    placed = (_placed(each, rows, gamma) for each, rows in zip(calls, rows_of, strict=True))
+    return Credit([Array.of(values, "f4") for of in placed for values in of], samples.rewards.copy())
 
 
 def _placed(calls: Calls, rows: Sequence[CutRow], gamma: float) -> list[Floats]:

@@ -77,11 +77,10 @@ def shares(
     lengths: tokens. max_tokens: most tokens of a micro-batch, padding included unless they are ``packed``; a longer
     row gets a micro-batch of its own. A micro-batch may be empty if there are few rows.
     """
-    bins = (
-        _packed(costs, lengths, dp_size, max_tokens)
-        if packed
-        else list(_padded(lengths, min(max_tokens, -(-sum(lengths) // dp_size))))
-    )
+    if packed:
+        bins = _packed(costs, lengths, dp_size, max_tokens)
+    else:
+        bins = list(_padded(lengths, min(max_tokens, -(-sum(lengths) // dp_size))))
     bins = [items for items in bins if items] or [[]]
     bins += [[]] * (-len(bins) % dp_size)
     total = [sum(costs[item] for item in items) for items in bins]
@@ -124,7 +123,10 @@ def shares_of_families(
 
     halves = [half for family in families for half in family.halves()]
     plans = (whole(families), whole(halves), shares(costs, lengths, dp_size, max_tokens))
-    return min(plans, key=lambda dealt: _slowest(work(dealt, costs, families, token)))
+    # Sharded ranks wait for each other in every micro-batch.
+    return min(
+        plans, key=lambda dealt: sum(max(each) for each in zip(*work(dealt, costs, families, token), strict=True))
+    )
 
 
 def work(
@@ -135,11 +137,6 @@ def work(
     return [
         [sum(costs[row] for row in rows) - token * next(shared) for rows in micro_batches] for micro_batches in dealt
     ]
-
-
-def _slowest(found: Sequence[Sequence[float]]) -> float:
-    """Return the work until all ranks are done: sharded ranks wait for each other in every micro-batch."""
-    return float(sum(max(each) for each in zip(*found, strict=True)))
 
 
 def _packed(costs: Sequence[float], lengths: Sequence[int], dp_size: int, max_tokens: int) -> list[list[int]]:
@@ -239,7 +236,7 @@ def find_families(tokens: Sequence[npt.NDArray[np.int32]], groups: Sequence[int]
     members = defaultdict(list)
     for row, group in enumerate(groups):
         members[group].append(row)
-    families: list[RowFamily] = []
+    found: list[tuple[list[int], list[int]]] = []
     for rows in members.values():
         # Rows with the longest common prefix are neighbours in this order.
         ordered = sorted(rows, key=lambda row: tokens[row].tobytes())
@@ -247,18 +244,14 @@ def find_families(tokens: Sequence[npt.NDArray[np.int32]], groups: Sequence[int]
         for before, row in pairwise(ordered):
             shared = _common_prefix(tokens[before], tokens[row])
             if not shared or length + len(tokens[row]) > most:
-                families.append(_family(family, common, tokens))
+                found.append((family, common))
                 family, length, common = [], 0, []
             else:
                 common.append(shared)
             family.append(row)
             length += len(tokens[row])
-        families.append(_family(family, common, tokens))
-    return families
-
-
-def _family(rows: list[int], common: list[int], tokens: Sequence[npt.NDArray[np.int32]]) -> RowFamily:
-    return RowFamily(rows, common, [len(tokens[row]) - 1 for row in rows])
+        found.append((family, common))
+    return [RowFamily(rows, common, [len(tokens[row]) - 1 for row in rows]) for rows, common in found]
 
 
 def count_shared(families: Sequence[RowFamily], micro_batches: Sequence[Sequence[int]]) -> list[int]:

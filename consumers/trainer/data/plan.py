@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from consumers.trainer.algorithms.advantages import Aggregation, Totals, one_each
 from consumers.trainer.data.collate import MicroBatch, collate
-from consumers.trainer.data.credit import AnyAdvantage, Credit, give_finer_credit
+from consumers.trainer.data.credit import AnyAdvantage, Credit, give_credit
 from consumers.trainer.data.groups import Group
 from consumers.trainer.data.load_balancing import (
     Cost,
@@ -46,14 +46,6 @@ def credit_of(samples: Samples, advantages: Sequence[AnyAdvantage | None], by_na
     return given
 
 
-def give_credit(advantage: AnyAdvantage, samples: Samples, by_name: bool) -> Credit:
-    """Give credit to samples, or finer; DataError if the advantage is not one finite number for each."""
-    if by_name or getattr(advantage, "per_token", False) or getattr(advantage, "per_turn", False):
-        return give_finer_credit(advantage, samples, by_name)
-    found = one_each("advantages", advantage(samples.rewards, samples.groups), len(samples.rewards))
-    return Credit([float(found[row.sample]) for row in samples.rows], found)
-
-
 def number_tenants(samples: Samples) -> Ints:
     """Return a number of the tenant of each sample, int64 [S]."""
     tenants = [str(trajectory.data.get(TENANT)) for trajectory in samples.trajectories]
@@ -66,45 +58,29 @@ def split(samples: Samples, minibatches: int) -> Ints:
     return samples.groups * min(minibatches, count) // max(count, 1)
 
 
-@dataclass(frozen=True)
-class SampleWeights:
-    """Weights of the samples' loss tokens in the step's loss, float64 [S], and the totals that they divide by."""
-
-    samples: Floats
-    totals: Totals
-
-
 def weigh(
     samples: Samples, shares: Floats, aggregation: Aggregation, max_tokens: int, mask_truncated: bool = False
-) -> SampleWeights:
+) -> Floats:
     """Weigh samples by loss tokens in all rows; DataError if not finite. shares: factors [S], at 0 not in the means."""
     masked = (samples.truncated & mask_truncated) | (shares == 0)
     counted = np.where(masked, 0, samples.lengths)
-    totals = Totals.of(counted, samples.groups, max_tokens)
     if not shares.any():
-        return SampleWeights(np.zeros(len(shares)), totals)
+        return np.zeros(len(shares))
+    totals = Totals.of(counted, samples.groups, max_tokens)
     found = one_each("weights of the aggregation", aggregation(counted, samples.groups, totals), len(counted))
-    return SampleWeights(np.where(masked, 0.0, shares * found), totals)
+    return np.where(masked, 0.0, shares * found)
 
 
 def weigh_minibatches(
-    weights: SampleWeights,
-    samples: Samples,
-    minibatch: Ints,
-    shares: Floats,
-    weigh_part: Callable[[Samples, Floats], SampleWeights],
-) -> SampleWeights:
+    samples: Samples, minibatch: Ints, shares: Floats, weigh_part: Callable[[Samples, Floats], Floats]
+) -> Floats:
     """Weigh each minibatch's samples as if there were no others, so that its loss is a mean of its own."""
-    found = weights.samples.copy()
+    found = np.zeros(len(shares))
     for number in np.unique(minibatch):
         part = minibatch == number
-        found[part] = weigh_part(
-            replace(
-                samples, groups=samples.groups[part], lengths=samples.lengths[part], truncated=samples.truncated[part]
-            ),
-            shares[part],
-        ).samples
-    return SampleWeights(found, weights.totals)
+        columns = {name: getattr(samples, name)[part] for name in ("groups", "lengths", "truncated")}
+        found[part] = weigh_part(replace(samples, **columns), shares[part])
+    return found
 
 
 @dataclass(frozen=True)
@@ -131,11 +107,10 @@ def deal(
     costs = [cost.of(length, row.loss_tokens) for length, row in zip(tokens, rows, strict=True)]
     groups = [int(samples.groups[row.sample]) for row in rows]
     families = find_families([row.tokens.numpy() for row in rows], groups, most) if share else []
-    dealt = (
-        shares_of_families(costs, tokens, dp_size, most, families, cost.token)
-        if families
-        else shares(costs, tokens, dp_size, most, packed=packed)
-    )
+    if families:
+        dealt = shares_of_families(costs, tokens, dp_size, most, families, cost.token)
+    else:
+        dealt = shares(costs, tokens, dp_size, most, packed=packed)
     shared = sum(count_shared(families, [rows for micro_batches in dealt for rows in micro_batches]))
     loads = np.array([sum(each) for each in work(dealt, costs, families, cost.token)], dtype=np.float64)
     return Deal(dealt, loads, shared / max(1, sum(tokens)), [len(dealt[0])])
@@ -160,7 +135,7 @@ def deal_minibatches(samples: Samples, minibatch: Ints, deal_part: Callable[[Sam
 
 @dataclass(frozen=True)
 class StepPlan:
-    """The results of all stages, and the rows that they make.
+    """The results of all stages, and the rows that they make. weights: of each sample's loss tokens, float64 [S].
 
     images: their files, and how they are cut; None for a model of text. given: bool [S], the samples that are given
     answers, which have no reward; None in a batch without them.
@@ -168,7 +143,7 @@ class StepPlan:
 
     samples: Samples
     credit: Credit
-    weights: SampleWeights
+    weights: Floats
     deal: Deal
     rows: list[TrainRow]
     images: ImageFiles | None = None
@@ -253,27 +228,24 @@ class StepPlanner:
         credited = credit_of(compared, advantages, self.by_name)
         taught = np.array([self.teacher_weights.get(dataset, 0.0) for dataset in datasets])
         supervised = np.array([self.supervised_weights.get(dataset, 0.0) for dataset in datasets])
-        shares, dealt = (rewarded, taught, supervised), None
-        parts = [self._weigh(samples, share) for share in shares]
+        parts = (rewarded, taught, supervised)
         if self.minibatches > 1 and samples.rows:
             minibatch = split(samples, self.minibatches)
-            parts = [
-                weigh_minibatches(part, samples, minibatch, share, self._weigh)
-                for part, share in zip(parts, shares, strict=True)
-            ]
+            weights, teacher, given = (weigh_minibatches(samples, minibatch, each, self._weigh) for each in parts)
             dealt = deal_minibatches(samples, minibatch, self._deal)
-        weights, teacher, given = parts
-        dealt = dealt or self._deal(samples)
+        else:
+            weights, teacher, given = (self._weigh(samples, each) for each in parts)
+            dealt = self._deal(samples)
         rows = [
             TrainRow(
                 row,
                 advantage,
-                weight=float(weights.samples[row.sample]),
+                weight=float(weights[row.sample]),
                 sequence=number,
                 group=int(samples.groups[row.sample]),
                 temperature=1.0 if supervised[row.sample] else samples.trajectories[row.sample].temperature,
-                teacher_weight=float(teacher.samples[row.sample]),
-                supervised_weight=float(given.samples[row.sample]),
+                teacher_weight=float(teacher[row.sample]),
+                supervised_weight=float(given[row.sample]),
                 loss=self.losses.get(datasets[row.sample], 0),
             )
             for number, (row, advantage) in enumerate(zip(samples.rows, credited.rows, strict=True))
@@ -282,7 +254,7 @@ class StepPlanner:
         answers = supervised > 0 if supervised.any() else None
         return StepPlan(samples, credited, weights, dealt, rows, images, answers)
 
-    def _weigh(self, samples: Samples, shares: Floats) -> SampleWeights:
+    def _weigh(self, samples: Samples, shares: Floats) -> Floats:
         return weigh(samples, shares, self.aggregation, self.max_tokens, self.mask_truncated)
 
     def _deal(self, samples: Samples) -> Deal:

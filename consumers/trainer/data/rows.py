@@ -96,12 +96,13 @@ def cut(groups: Sequence[Group]) -> Samples:
     trajectories = [trajectory for _, trajectory, _ in samples]
     task_ids = np.array([task_id for task_id, _, _ in samples], dtype=np.int64)
     rows = [row for s, trajectory in enumerate(trajectories) for row in cut_rows(trajectory, s)]
+    owners = np.array([row.sample for row in rows], dtype=np.int64)
     return Samples(
         trajectories,
         np.array([reward for _, _, reward in samples], dtype=np.float64),
         np.unique(task_ids, return_inverse=True)[1].astype(np.int64),
         rows,
-        loss_tokens(rows, len(samples)),
+        np.bincount(owners, [row.loss_tokens for row in rows], len(samples)).astype(np.int64),
         np.array([t.finish in TRUNCATED for t in trajectories], dtype=np.bool_),
     )
 
@@ -166,14 +167,6 @@ def cut_rows(trajectory: Trajectory, sample: int) -> list[CutRow]:
             )
         )
     return found
-
-
-def loss_tokens(rows: Sequence[CutRow], samples: int) -> npt.NDArray[np.int64]:
-    """Count the loss tokens of each of ``samples`` samples, over all its rows: int64 [S]."""
-    total = np.zeros(samples, dtype=np.int64)
-    for row in rows:
-        total[row.sample] += row.loss_tokens
-    return total
 
 
 def _images(images: Sequence[PlacedImage], places: npt.NDArray[np.int64]) -> list[PlacedImage]:

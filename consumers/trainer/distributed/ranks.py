@@ -68,7 +68,6 @@ class Ranks:
         self.world: int = self.accelerator.num_processes
         self.rank: int = self.accelerator.process_index
         self.layout = Layout.of(self.world, parallel or ParallelConfig())
-        self._gradient_parts = self.layout.gradient_parts
         self.dp_size = self.layout.dp_size
         self.dp_rank = self.layout.dp_rank_of(self.rank)
 
@@ -148,21 +147,20 @@ class Ranks:
             raise kind(f"{what}: {problem}") from cause
 
     def _gather_problems(self, problem: str, channel: Channel) -> str:
-        if not self.is_main:
+        if self.is_main:
+            others = [channel.receive(rank).decode() for rank in range(1, self.world)]
+            problem = "; ".join(dict.fromkeys(text for text in (problem, *others) if text))
+        else:
             channel.send(0, problem.encode())
-            return channel.receive(0).decode()
-        others = [channel.receive(rank).decode() for rank in range(1, self.world)]
-        shared = "; ".join(dict.fromkeys(text for text in (problem, *others) if text))
-        for rank in range(1, self.world):
-            channel.send(rank, shared.encode())
-        return shared
+        return self.broadcast_text(problem, channel)
 
-    def broadcast_text(self, text: str = "") -> str:
+    def broadcast_text(self, text: str, channel: Channel | None = None) -> str:
         """Send the ``text`` of rank 0 to every rank, and return it there."""
+        channel = channel or self.channel
         if not self.is_main:
-            return self.channel.receive(0).decode()
+            return channel.receive(0).decode()
         for rank in range(1, self.world):
-            self.channel.send(rank, text.encode())
+            channel.send(rank, text.encode())
         return text
 
     def local_share(self, rows: Sequence[T]) -> tuple[list[T], list[float]]:
@@ -236,7 +234,8 @@ class Ranks:
 
     def backward(self, loss: Tensor) -> None:
         """Run backward from this rank's part of a sum over data parts, and undo that sharding averages gradients."""
-        (loss * self._gradient_parts if self._gradient_parts > 1 else loss).backward()
+        parts = self.layout.gradient_parts
+        (loss * parts if parts > 1 else loss).backward()
 
     def clip_grad_norm(self, parameters: Iterable[nn.Parameter], limit: float) -> float:
         """Scale gradients to a global norm of at most ``limit``; returns the norm before, to the bit on all ranks."""

@@ -20,10 +20,10 @@ from torch import Tensor
 
 from consumers.trainer.fragments.transitions import fragments_of
 from schemas.digests import digest
-from schemas.errors import ConfigError, DiskError, InfraError
+from schemas.errors import ConfigError, InfraError
 from schemas.messages import Trajectory
 from schemas.messages.fragments import TERMINATED, TRUNCATED
-from schemas.system.files import atomic_write
+from schemas.system.files import atomic_write, disk_errors
 
 FOLDER = "replay_buffer"
 
@@ -91,7 +91,7 @@ class ReplayBuffer:
         oldest = self.count - self.filled
         self._files = [file for file in self._files if file[2] > oldest]
         start = max(self._files[-1][2] if self._files else 0, oldest)
-        try:
+        with disk_errors(f"cannot write the replay buffer in {self._run / FOLDER}"):
             if start < self.count:
                 numbers = np.arange(start, self.count) % self._size
                 data = save({name: column[numbers] for name, column in self._columns.items()})
@@ -106,8 +106,6 @@ class ReplayBuffer:
             for path in (self._run / FOLDER).glob("*.safetensors"):
                 if path.name not in named:
                     path.unlink(missing_ok=True)
-        except OSError as error:
-            raise DiskError(f"cannot write the replay buffer in {self._run / FOLDER}: {error}") from error
         return {"count": self.count, "size": self._size, "files": self._files, "demonstrations": self._fixed_digest}
 
     def restore(self, state: dict[str, Any]) -> None:

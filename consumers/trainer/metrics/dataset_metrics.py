@@ -4,52 +4,38 @@ Groups are counted when they are complete, before any is filtered out.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
-
-
-@dataclass
-class _Counts:
-    groups: int = 0
-    samples: int = 0
-    reward: float = 0.0
-    correct: int = 0
-    none: int = 0
-    all: int = 0
+import numpy.typing as npt
 
 
 class DatasetMeter:
     """Counts complete prompt groups by the label of their dataset; ``take`` ends a step."""
 
     def __init__(self) -> None:
-        self._counts: dict[str, _Counts] = {}
+        self._sums: dict[str, npt.NDArray[np.float64]] = {}
 
     def add(self, dataset: str, rewards: Sequence[float], correct: Sequence[bool], level: int = -1) -> None:
         """Count a group, also under its level, by the rewards of its scored samples and whether they are correct."""
         if level >= 0:
             self.add(f"{dataset}/level_{level}", rewards, correct)
-        counts = self._counts.setdefault(dataset, _Counts())
-        counts.groups += 1
-        counts.samples += len(rewards)
-        counts.reward += sum(rewards)
-        counts.correct += sum(correct)
-        counts.none += not any(correct)
-        counts.all += all(correct)
+        own = (1, len(rewards), sum(rewards), sum(correct), not any(correct), all(correct))
+        self._sums[dataset] = self._sums.get(dataset, 0.0) + np.array(own, np.float64)
 
     def take(self) -> dict[str, float]:
         """Return the metrics since the last call, ``data/LABEL/...`` and for a level ``data/LABEL/level_N/...``."""
         figures: dict[str, float] = {}
-        for dataset, counts in sorted(self._counts.items()):
+        for dataset in sorted(self._sums):
+            groups, samples, reward, correct, solved_none, solved_all = self._sums[dataset].tolist()
             of_dataset = {
-                "groups": float(counts.groups),
-                "reward_mean": counts.reward / counts.samples,
-                "solve_rate": counts.correct / counts.samples,
-                "solve_none": float(counts.none),
-                "solve_all": float(counts.all),
+                "groups": groups,
+                "reward_mean": reward / samples,
+                "solve_rate": correct / samples,
+                "solve_none": solved_none,
+                "solve_all": solved_all,
             }
             figures |= {f"data/{dataset}/{name}": value for name, value in of_dataset.items()}
-        self._counts = {}
+        self._sums = {}
         return figures
 
 

@@ -53,10 +53,6 @@ class _Excess:
         self.deviations.append(measured - expected)
 
     @property
-    def is_enough(self) -> bool:
-        return self.tokens >= LEAST_TOKENS and len(self.deviations) >= LEAST_SAMPLES
-
-    @property
     def is_significant(self) -> bool:
         return sum(self.deviations) > SIGMAS * math.sqrt(sum(each * each for each in self.deviations))
 
@@ -93,45 +89,36 @@ class MismatchJudge:
                 self._absolute.setdefault(one.generator, _Excess()).add(one.tokens, one.kl, self._kl * one.tokens)
         found: dict[str, str] = {}
         for generator in sorted({*self._relative, *self._absolute}):
-            problem = self._judge_absolute(generator) or self._judge_relative(generator)
-            if problem is not None:
+            if problem := self._judge_absolute(generator) or self._judge_relative(generator):
                 found[generator] = problem
         return found
 
-    def _judge_absolute(self, generator: str) -> str | None:
-        seen = self._absolute.get(generator)
-        if seen is None or not seen.is_enough:
-            return None
-        del self._absolute[generator]
-        if not seen.is_significant:
-            return None
+    def _judge_absolute(self, generator: str) -> str:
+        seen = _take_enough(self._absolute, generator)
+        if seen is None or not seen.is_significant:
+            return ""
         return (
             f"mismatch KL {seen.measured / seen.tokens:.2g} at the same weights over {seen.tokens:.0f} tokens, at most"
             f" {self._kl:.2g} is allowed"
         )
 
-    def _judge_relative(self, generator: str) -> str | None:
-        seen = self._relative.get(generator)
-        if seen is None or not seen.is_enough:
-            return None
-        del self._relative[generator]
+    def _judge_relative(self, generator: str) -> str:
+        seen = _take_enough(self._relative, generator)
+        if seen is None or not seen.is_significant:
+            return ""
         mean, usual = seen.measured / seen.tokens, seen.expected / seen.tokens
-        if mean <= max(self._floor, self._ratio * usual) or not seen.is_significant:
-            return None
+        if mean <= max(self._floor, self._ratio * usual):
+            return ""
         return (
             f"log-probabilities differ by {mean:.2g} nats from the trainer's over {seen.tokens:.0f} tokens, those of"
             f" other generators by {usual:.2g}; at most {self._ratio:g} times as much is allowed"
         )
 
 
-def _means_by_age(samples: Sequence[SampleMismatch]) -> dict[int, dict[str, float]]:
-    """Return the mean difference of each generator's tokens, by age and generator."""
-    sums: dict[int, dict[str, list[float]]] = {}
-    for one in samples:
-        total = sums.setdefault(one.age, {}).setdefault(one.generator, [0.0, 0.0])
-        total[0] += one.gap
-        total[1] += one.tokens
-    return {age: {name: gap / tokens for name, (gap, tokens) in of.items()} for age, of in sums.items()}
+def _take_enough(found: dict[str, _Excess], generator: str) -> _Excess | None:
+    seen = found.get(generator)
+    enough = seen is not None and seen.tokens >= LEAST_TOKENS and len(seen.deviations) >= LEAST_SAMPLES
+    return found.pop(generator) if enough else None
 
 
 def _usual_by_age(samples: Sequence[SampleMismatch], pools: Mapping[str, str]) -> dict[tuple[str, int], float | None]:
@@ -139,7 +126,13 @@ def _usual_by_age(samples: Sequence[SampleMismatch], pools: Mapping[str, str]) -
 
     Generators may take turns with versions. Then the others' next older tokens count, which differ by more.
     """
-    means, usual = _means_by_age(samples), dict[tuple[str, int], float | None]()
+    sums: dict[int, dict[str, list[float]]] = {}
+    for one in samples:
+        total = sums.setdefault(one.age, {}).setdefault(one.generator, [0.0, 0.0])
+        total[0] += one.gap
+        total[1] += one.tokens
+    means = {age: {name: gap / tokens for name, (gap, tokens) in of.items()} for age, of in sums.items()}
+    usual: dict[tuple[str, int], float | None] = {}
     for age, own in means.items():
         for name in own:
             by_age = (

@@ -17,7 +17,7 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from itertools import product
+from itertools import accumulate, pairwise, product
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias, cast
 
@@ -144,11 +144,8 @@ class FileLayout:
     def head(self) -> bytes:
         """The head of the file: the length of its JSON as uint64, then the JSON, padded to 8 bytes."""
         entries: dict[str, dict[str, object]] = {"__metadata__": {"format": "pt"}}
-        offset = 0
-        for spec in self.specs:
-            end = offset + math.prod(spec.shape) * _STORED[spec.dtype].itemsize
-            entries[spec.name] = {"dtype": _SAFETENSORS[spec.dtype], "shape": spec.shape, "data_offsets": [offset, end]}
-            offset = end
+        for spec, ends in zip(self.specs, pairwise(self._offsets), strict=True):
+            entries[spec.name] = {"dtype": _SAFETENSORS[spec.dtype], "shape": spec.shape, "data_offsets": ends}
         text = json.dumps(entries, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
         return len(text).to_bytes(8, "little") + text
@@ -156,15 +153,20 @@ class FileLayout:
     @property
     def size(self) -> int:
         """Bytes of the tensors."""
-        return sum(math.prod(spec.shape) * _STORED[spec.dtype].itemsize for spec in self.specs)
+        return self._offsets[-1]
+
+    @property
+    def _offsets(self) -> list[int]:
+        """Where each tensor begins behind the head, and where the last one ends."""
+        sizes = (math.prod(spec.shape) * _STORED[spec.dtype].itemsize for spec in self.specs)
+        return [0, *accumulate(sizes)]
 
     def split(self, most: int) -> list[FileLayout]:
         """Return the layouts of several files, each of at most so many bytes, or of one conversion."""
-        groups: list[list[TensorConversion]] = [[]]
-        size = 0
+        groups, size = list[list[TensorConversion]](), 0
         for conversion in self.conversions:
             own = FileLayout([conversion], self.dtypes).size
-            if groups[-1] and size + own > most:
+            if not groups or size + own > most:
                 groups.append([])
                 size = 0
             groups[-1].append(conversion)
@@ -174,11 +176,7 @@ class FileLayout:
     @cached_property
     def places(self) -> dict[str, int]:
         """The byte of the file at which each tensor begins."""
-        found, offset = {}, len(self.head)
-        for spec in self.specs:
-            found[spec.name] = offset
-            offset += math.prod(spec.shape) * _STORED[spec.dtype].itemsize
-        return found
+        return {spec.name: len(self.head) + at for spec, at in zip(self.specs, self._offsets, strict=False)}
 
     def pieces(self, weights: Callable[[str], Tensor], file: SharedFile) -> Iterator[Piece]:
         """Yield what this rank writes of ``weights``, on all ranks at the same time, for some are gathered."""

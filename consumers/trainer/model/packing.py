@@ -214,17 +214,8 @@ def _flash_attn(
     """Call the kernel of the package flash_attn, which takes grouped heads as they are (arXiv:2307.08691)."""
     from flash_attn import flash_attn_varlen_func
 
-    starts, longest = bounds.starts, bounds.longest
-    out = flash_attn_varlen_func(
-        *_flat(query, key, value),
-        starts,
-        starts,
-        longest,
-        longest,
-        softmax_scale=scale,
-        causal=True,
-        window_size=_before(window),
-    )
+    given = _flat(query, key, value, bounds)
+    out = flash_attn_varlen_func(*given, softmax_scale=scale, causal=True, window_size=_before(window))
     return cast(Tensor, out)[None]
 
 
@@ -232,17 +223,8 @@ def _flash_attn(
 def _varlen(
     query: Tensor, key: Tensor, value: Tensor, bounds: Bounds, scale: float | None, window: int | None
 ) -> Tensor:
-    out = varlen_attn(
-        *_flat(query, key, value),
-        bounds.starts,
-        bounds.starts,
-        bounds.longest,
-        bounds.longest,
-        scale=scale,
-        window_size=_before(window),
-        enable_gqa=_grouped(query, key),
-    )
-    return cast(Tensor, out)[None]
+    given, grouped = _flat(query, key, value, bounds), _grouped(query, key)
+    return cast(Tensor, varlen_attn(*given, scale=scale, window_size=_before(window), enable_gqa=grouped))[None]
 
 
 def _before(window: int | None) -> tuple[int, int]:
@@ -282,9 +264,10 @@ def _attend_plainly(
     )
 
 
-def _flat(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the three tensors as [N, H, D], or fewer heads."""
-    return query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)
+def _flat(query: Tensor, key: Tensor, value: Tensor, bounds: Bounds) -> tuple[Any, ...]:
+    """Return what flash kernels take first: the tensors as [N, H, D] or fewer heads, and both sides' bounds."""
+    tensors = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    return *tensors, bounds.starts, bounds.starts, bounds.longest, bounds.longest
 
 
 def _grouped(query: Tensor, key: Tensor) -> bool:

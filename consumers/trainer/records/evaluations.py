@@ -9,9 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from schemas.errors import DiskError
 from schemas.run_folder import EVALUATIONS, read_lines
-from schemas.system.files import LineFile
+from schemas.system.files import LineFile, disk_errors
 
 
 class EvaluationLog:
@@ -37,10 +36,8 @@ class EvaluationLog:
         self._read_lines()
         if line["version"] in self.lines:
             return
-        try:
+        with disk_errors(f"cannot write {self.file}"):
             self._lines.append(json.dumps(dict(line)))
-        except OSError as error:
-            raise DiskError(f"cannot write {self.file}: {error}") from error
         self._read_lines()
 
     def _read_lines(self) -> None:

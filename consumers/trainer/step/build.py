@@ -97,7 +97,7 @@ def build_train_step(
         schedule,
         ranks,
         objective,
-        preparation if preparation.needed else None,
+        preparation,
         critic_step,
         observers,
         trainer.epochs,

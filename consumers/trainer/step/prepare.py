@@ -40,13 +40,6 @@ class Preparation:
     normalise: bool = False
     score_proximal: bool = False
 
-    @property
-    def needed(self) -> bool:
-        """Whether there is anything to prepare."""
-        asked = (self.reference, self.token_advantage, self.critic, self.objective.loss.select_tokens)
-        flags = self.lora_off or self.score_proximal or self.normalise or bool(self.kl_in_reward)
-        return flags or any(each is not None for each in asked)
-
     def run_on_host(self, batch: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
         """Add to micro-batches that have not left the host what a reference in main memory computes of them."""
         return self._with_reference(self.reference, batch) if self.reference is not None and self._on_host else batch
@@ -112,10 +105,8 @@ class Preparation:
         # For an advantage of tokens, ``advantages`` still holds the rewards.
         rewards = torch.zeros_like(micro.advantages) if self.token_advantage is None else micro.advantages
         if self.kl_in_reward and micro.reference_logprobs is not None:
-            penalty = kl_reward(
-                self.objective.estimator, micro.rollout_logprobs, micro.reference_logprobs, micro.sampled
-            )
-            rewards = rewards - self.kl_in_reward * penalty
+            given = (micro.rollout_logprobs, micro.reference_logprobs, micro.sampled)
+            rewards = rewards - self.kl_in_reward * kl_reward(self.objective.estimator, *given)
         return TokenRewards(rewards, sequences, micro.values)
 
     @torch.no_grad()

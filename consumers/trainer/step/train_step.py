@@ -7,7 +7,7 @@ update whose loss or gradient is not finite changes no weight, not the critic's 
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 from typing import Protocol
 
 import torch
@@ -46,7 +46,7 @@ class TrainStep(Learner):
     """
 
     objective: Objective
-    preparation: Preparation | None = None
+    preparation: Preparation
     critic: CriticStep | None = None
     observers: Sequence[Observer] = ()
     epochs: int = 1
@@ -55,20 +55,16 @@ class TrainStep(Learner):
         return super().parts() | ({} if self.critic is None else self.critic.parts())
 
     def frozen(self) -> Sequence[nn.Module]:
-        """See Learner; the reference policy, if there is one."""
-        reference = self.preparation.reference if self.preparation is not None else None
+        reference = self.preparation.reference
         return () if reference is None else (reference,)
 
     def run(self, batch: StepBatch, version: int) -> StepResult:
         """Update the weights for each minibatch of each epoch; ``version`` is that of the weights before the step."""
         timer = StepTimer()
         with timer.phase("prepare"):
-            micro_batches: Sequence[MicroBatch] = [laid_out(micro, self.policy) for micro in batch.micro_batches]
-            if self.preparation is not None:
-                micro_batches = self.preparation.run_on_host(micro_batches)
-            micro_batches = [micro.to(self.policy.device) for micro in micro_batches]
-            if self.preparation is not None:
-                micro_batches = self.preparation.run(self.policy, micro_batches, version, self.ranks.all_reduce_sum)
+            on_host = self.preparation.run_on_host([laid_out(micro, self.policy) for micro in batch.micro_batches])
+            micro_batches: Sequence[MicroBatch] = [micro.to(self.policy.device) for micro in on_host]
+            micro_batches = self.preparation.run(self.policy, micro_batches, version, self.ranks.all_reduce_sum)
         lr = self.schedule.at(self.schedule.done + 1)
         minibatches = _cut(micro_batches, batch.updates)
         updates = [self._update(minibatch, version, lr, timer) for _ in range(self.epochs) for minibatch in minibatches]
@@ -79,11 +75,7 @@ class TrainStep(Learner):
         metrics = {
             **(sample_metrics(batch.plan) if batch.plan else {}),
             **meter.result(),
-            **{
-                name: value
-                for observer in self.observers
-                for name, value in observer.result(self.ranks.sum_over_ranks).items()
-            },
+            **dict(chain(*(each.result(self.ranks.sum_over_ranks).items() for each in self.observers))),
             **_means([critic_metrics for _, critic_metrics in updates]),
             "grad_norm": sum(update.norm for update, _ in updates) / len(updates),
             "lr": lr,
@@ -92,8 +84,8 @@ class TrainStep(Learner):
         }
         if "forward_flops" in metrics:
             metrics["forward_flops"] *= self.epochs
-        per_token = self.preparation is not None and self.preparation.token_advantage is not None
-        advantages = batch.plan.credit.samples.tolist() if batch.plan and not per_token else ()
+        of_samples = self.preparation.token_advantage is None
+        advantages = batch.plan.credit.samples.tolist() if batch.plan and of_samples else ()
         ages = dict(sorted(meter.staleness.items()))
         return StepResult(metrics, ages, all(skipped), timer.lap(), advantages, meter.samples)
 
