@@ -94,7 +94,6 @@ class LiveSettings:
 
     @property
     def steps(self) -> int:
-        """Steps of the whole run."""
         return int(self._changed.get("steps", self._config.trainer.steps))
 
     @property
@@ -105,7 +104,6 @@ class LiveSettings:
 
     @property
     def checkpoint_every(self) -> int:
-        """Steps between two checkpoints."""
         return int(self._changed.get("checkpoint_every", self._config.trainer.checkpoint.every))
 
 

@@ -131,7 +131,6 @@ class Leadership:
             atomic_write(self._file, content, durable=True)
 
     def read(self) -> LeaderRecord | None:
-        """Read the file; None if it is missing or damaged."""
         try:
             found = json.loads(self._file.read_text(encoding="utf-8"))
             return LeaderRecord(str(found["leader_term"]), int(found["version"]))

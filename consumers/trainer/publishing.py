@@ -76,7 +76,6 @@ class WeightPublisher:
             log.warning("a weight version was not sent", error=str(error))
 
     def close(self) -> None:
-        """Wait for the last version, and end the thread."""
         self._wait_sent()
         self._executor.shutdown()
 

@@ -42,8 +42,7 @@ log = structlog.get_logger()
 class Train(msgspec.Struct, tag="train"):
     """Take an optimizer step over this rank's micro-batches; trace: folder for a profile of it, or nothing.
 
-    lr, steps: peak learning rate and steps of the run, as the schedule has them now. images: bytes of the rows' images
-    by digest. updates: number of micro-batches of each minibatch.
+    lr, steps: as in ``RankGroup.train``. images: bytes by digest. updates: number of micro-batches of each minibatch.
     """
 
     version: int
@@ -90,15 +89,7 @@ _decoder: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)
 
 
 class RankGroup:
-    """All ranks of one trainer, which compute each step, snapshot and checkpoint together::
-
-    rank_group = RankGroup(config, step)
-    if rank_group.ranks.is_main:
-        result = rank_group.train(groups, version=7)
-        rank_group.dismiss()
-    else:
-        rank_group.follow()
-    """
+    """All ranks of one trainer, which compute steps, snapshots and checkpoints together: all but rank 0 ``follow``."""
 
     def __init__(
         self, config: TidemillConfig, step: Learner, turns: DeviceTurns | None = None, timer: StepTimer | None = None
@@ -183,7 +174,6 @@ class RankGroup:
 
     @property
     def saving(self) -> bool:
-        """True while a checkpoint is being written."""
         return self._writing is not None and not self._writing.done()
 
     def wait_saved(self) -> None:
@@ -197,21 +187,18 @@ class RankGroup:
             raise InfraError(f"a checkpoint was not written within {SAVE_DEADLINE_S:.0f} s") from error
 
     def load(self, path: Path) -> Restored:
-        """Read a checkpoint; see CheckpointStore.load."""
         self.hold()
         self._send_to_all(Act("load", str(path)))
         self._wait_copied()
         return self.checkpoint_store.load(path, self.step)
 
     def export(self, folder: Path) -> None:
-        """Write the model for transformers and vLLM."""
         self.hold()
         self._send_to_all(Act("export", str(folder)))
         with self.ranks.on_all_ranks(f"cannot write the model {folder}"):
             save_model(self.step.policy, folder, self._dtype, self.ranks)
 
     def compare(self, path: Path) -> Comparison:
-        """Compare the state of training with a checkpoint; see checkpoint/compare.py."""
         self.hold()
         self._send_to_all(Act("compare", str(path)))
         return compare(self.step, path)

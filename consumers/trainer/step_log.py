@@ -62,7 +62,6 @@ class StepLog:
         self.tokens_per_s = 0.0
 
     def write_resumed(self) -> None:
-        """Log that this trainer resumes from the weights as they are."""
         resumed = {"resumed": self._progress.step, "leader_term": self._context.session.leader_term}
         self._append(self._trained, resumed)
 

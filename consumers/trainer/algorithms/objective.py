@@ -4,8 +4,6 @@ A rejection rule takes out tokens on which trainer and rollout policy disagree t
 an estimate of KL), a level (token, or mean over the sequence) and an action (mask: no gradient; clamp: the ratio counts
 as the bound). The step's denominators still count what a rule takes out: that is one of the two conventions, and
 dividing by the kept tokens gives another loss.
-
-Everything here is pure: the step knows nothing of these parts, and they know nothing of averaging or of models.
 """
 
 from collections.abc import Sequence
@@ -42,7 +40,6 @@ class Rule:
 
     @classmethod
     def of(cls, settings: RejectionConfig, base: Path | None = None) -> Self:
-        """Look up the measure of an entry; ConfigError if there is no such measure."""
         known = settings.measure == "ratio"
         return cls(settings, None if known else KL_ESTIMATORS.get(settings.measure, base))
 
@@ -86,13 +83,7 @@ def load_advantages(config: TidemillConfig) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Objective:
-    """The function that training minimises, as the configuration says::
-
-    objective = Objective.from_config(settings)
-    output = objective(inputs, entropy, version=7)
-
-    others: losses of datasets that have another than the run's, numbered from 1 by ``LossInputs.loss``.
-    """
+    """What training minimises. others: losses of datasets with their own, numbered from 1 by ``LossInputs.loss``."""
 
     loss: LossFunction
     rules: tuple[Rule, ...]

@@ -10,11 +10,7 @@ from torch import Tensor
 
 
 class Sequences:
-    """The sequences of one micro-batch of N tokens, with or without loss; a sequence lies whole in it::
-
-    sequences = Sequences(inputs.sequence, inputs.mask)
-    means = sequences.mean(values)          # [R, T]: each sequence's mean at each of its tokens
-    """
+    """The sequences of one micro-batch of N tokens, with or without loss; a sequence lies whole in it."""
 
     def __init__(self, sequence: Tensor | None, mask: Tensor) -> None:
         """mask: bool [R, T], loss tokens. sequence: int64 [R, T], id of each token's sequence; None: a row each."""

@@ -58,11 +58,9 @@ class BatchFiles:
             raise ConfigError(f"the batch of step {step} in {file} is damaged: {error}") from error
 
     def steps(self) -> set[int]:
-        """Return the numbers of the steps that are recorded."""
         return set(self._newest())
 
     def remove_before(self, step: int) -> None:
-        """Remove the files of steps before ``step``."""
         for number, _, file in self._all():
             if number < step:
                 file.unlink(missing_ok=True)

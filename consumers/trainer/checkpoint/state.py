@@ -70,7 +70,6 @@ def model_tensors(policy: Policy) -> dict[str, Any]:
 
 
 def put_model_tensors(policy: Policy, tensors: dict[str, Any]) -> None:
-    """Make ``tensors`` the weights of the policy."""
     set_model_state_dict(policy, tensors, options=_options(policy))
 
 

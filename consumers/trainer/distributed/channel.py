@@ -1,7 +1,6 @@
 """Bytes between rank 0 and the other ranks of a trainer, apart from the collectives of the model.
 
-A rank may wait here for as long as a batch takes. There is no deadline, because watchdog.py ends a rank whose peer is
-gone.
+A wait is as long as a batch takes: without a deadline, because watchdog.py ends a rank whose peer is gone.
 """
 
 from datetime import timedelta

@@ -79,20 +79,19 @@ class DeviceTurns:
         self.clock = TurnClock()
         self._deadline_s = deadline_s
         own = set(shared.generators)
-        self._wanted = [trainer_lock(shared.folder)] if main else []
-        self._generators = [generator_lock(shared.folder, name) for name in shared.generators]
+        self._locks = [(trainer_lock(shared.folder), False)] if main else []
+        """With each, whether it is held shared."""
+        self._locks += [(generator_lock(shared.folder, name), True) for name in shared.generators]
         self._held: list[DeviceLock] = []
         self._toucher: LockToucher | None = None
 
     def hold(self) -> None:
         """Wait until no generator's engine is awake on the GPUs, and take them; InfraError after the deadline."""
         if self._toucher is None:
-            self._toucher = LockToucher([*self._wanted, *self._generators])
+            self._toucher = LockToucher([lock for lock, _ in self._locks])
             self._toucher.start()
-        for lock in self._wanted:
-            self._take(lock, shared=False)
-        for lock in self._generators:
-            self._take(lock, shared=True)
+        for lock, shared in self._locks:
+            self._take(lock, shared)
         self.holding = True
         self.clock.turn(True)
 

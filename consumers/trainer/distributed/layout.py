@@ -45,7 +45,6 @@ class Layout:
 
     @property
     def dp_size(self) -> int:
-        """Number of data parts."""
         return self.replicate * self.shard
 
     def dp_rank_of(self, rank: int) -> int:

@@ -53,7 +53,6 @@ def dequantise(weight: Tensor) -> Tensor:
 
 
 def layer_shape(weight: Tensor) -> tuple[int, ...]:
-    """Return the shape of a weight, also of one in 4 bits."""
     return tuple(weight.quant_state.shape if is_quantised(weight) else weight.shape)  # type: ignore[attr-defined]
 
 

@@ -265,7 +265,6 @@ class Ranks:
         return self._all_reduce(values, dist.ReduceOp.SUM)
 
     def all_reduce_max(self, values: Sequence[float]) -> list[float]:
-        """Take the element-wise maximum over ranks."""
         return self._all_reduce(values, dist.ReduceOp.MAX)
 
     def any(self, this: bool) -> bool:

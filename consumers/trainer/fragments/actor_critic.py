@@ -64,9 +64,8 @@ class Pixels(nn.Sequential):
 class Actor(nn.Module):
     """A policy: a categorical distribution of each part of an action, a normal one, or one that tanh squashes.
 
-    The deviations of the second do not depend on what is seen.
-
-    adapter, vision, router_replay, output_tokens: None, as a model of text has them without these.
+    The deviations of the second do not depend on what is seen. As models of text without them it has no adapter,
+    vision, router_replay or output_tokens.
     """
 
     adapter = vision = router_replay = output_tokens = None
@@ -137,12 +136,10 @@ def _squashed_logprobs(drawn: Tensor, means: Tensor, deviations: Tensor) -> Tens
 
 
 class TwinCritic(nn.Module):
-    """Two or more Q networks, and the targets that follow them slowly.
+    """Two or more Q networks, and the targets that follow them slowly. returns: as in ValueNetwork.
 
     With the norm ``batch`` there are no targets: one pass over the transitions of both steps has the same statistics
     for both, and values of the next step have no gradient (CrossQ, arXiv:1902.05605). Elsewhere running means are used.
-
-    returns: moments of discounted returns, by which rewards are scaled.
     """
 
     def __init__(self, shape: PolicyShape, count: int = 2, norm: Norm = "none", scale_rewards: bool = False) -> None:

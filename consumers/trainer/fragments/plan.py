@@ -18,12 +18,10 @@ class FragmentPlan:
     images: None = None
 
     def plan(self, groups: Sequence[Group]) -> FragmentPlan:
-        """Return the plan of a step over these groups."""
         pairs = [(sample, number) for number, group in enumerate(groups) for sample in group.samples]
         return FragmentPlan([sample for sample, _ in pairs], [number for _, number in pairs])
 
     def batch(self, dp_rank: int) -> FragmentPlan:
-        """Return the part of a rank: all of it."""
         return self
 
     def ages(self, version: int) -> dict[int, int]:

@@ -48,7 +48,6 @@ class ReplayBuffer:
 
     @property
     def filled(self) -> int:
-        """Number of transitions to draw from."""
         return min(self.count, self._size)
 
     def add(self, samples: Sequence[Trajectory]) -> int:

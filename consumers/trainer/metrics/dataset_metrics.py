@@ -1,7 +1,4 @@
-"""Metrics of each of a run's datasets: the mean reward of a mixture hides a part that is solved or hopeless.
-
-Groups are counted when they are complete, before any is filtered out.
-"""
+"""Metrics of each of a run's datasets, over all complete groups: a mixture's mean hides a solved or hopeless part."""
 
 from collections.abc import Mapping, Sequence
 

@@ -1,7 +1,6 @@
-"""How evenly the routers of a mixture of experts spread tokens, in each step.
+"""How evenly the routers of a mixture of experts spread tokens: it shows here before it shows in the loss.
 
-transformers' experts have no capacity: none drops a token, however many are sent to it. A router that sends most
-tokens to few experts shows here before it shows in the loss.
+transformers' experts have no capacity: none drops a token, however many are sent to it.
 """
 
 from __future__ import annotations
@@ -31,7 +30,6 @@ class ExpertLoad:
     """
 
     def __init__(self, model: nn.Module, experts: int) -> None:
-        """Watch a model whose layers have this many experts."""
         layers = [m for m in model.modules() if has_experts(m)]
         self._experts = experts
         self._counts: list[Tensor | None] = [None] * len(layers)

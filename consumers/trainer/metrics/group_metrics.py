@@ -46,12 +46,10 @@ class GroupMeter:
         self._excluded += excluded
 
     def drop(self, reason: str) -> None:
-        """Count a group that ends without being trained."""
         self._dropped[reason] += 1
         self.in_vain += reason in FILTERS
 
     def keep(self) -> None:
-        """Record a complete group that teaches something."""
         self.in_vain = 0
 
     def describe(self) -> str:

@@ -126,7 +126,6 @@ class StepMeter:
         return self.sums["loss"]
 
     def reduce(self, ranks: Ranks) -> None:
-        """Combine the metrics of all ranks."""
         add, most = ranks.all_reduce_sum, ranks.all_reduce_max
         names = sorted(self.sums)
         self.sums = dict(zip(names, add([self.sums[name] for name in names]), strict=True))

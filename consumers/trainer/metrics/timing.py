@@ -1,7 +1,4 @@
-"""A step's wall time: seconds of phases that never overlap, and PyTorch's profile of single steps.
-
-The profiles of ``trainer.profile_steps`` are opened in https://ui.perfetto.dev.
-"""
+"""A step's wall time, by phases that never overlap, and PyTorch's profiles of steps, for https://ui.perfetto.dev."""
 
 import time
 from collections import defaultdict

@@ -1,6 +1,6 @@
 """The part of a forward pass that is kept until backward: less memory for more time, and the same gradient.
 
-Layers may be computed again in backward, wholly or all but their attention, whose cost grows with the square of a
+Layers may be computed again in backward, all but their attention perhaps, whose cost grows with the square of a
 sample's length; what is kept between layers may wait in main memory.
 """
 

@@ -355,7 +355,6 @@ def mark_file(path: Path) -> tuple[str, OSError | None]:
 
 
 def shows(path: Path, mark: str) -> bool:
-    """Return whether a file holds this mark."""
     try:
         return bool(mark) and path.read_text(encoding="ascii") == mark
     except (OSError, ValueError):

@@ -40,8 +40,9 @@ def score(
     weight and bias are then this rank's rows, while features and targets are the same on all of them. rows: of a chunk,
     by default as many as fit.
     """
+    fitting = (CPU_LOGITS if weight.device.type == "cpu" else CHUNK_LOGITS) // weight.shape[0]
     logprobs, entropy = _Score.apply(  # type: ignore[no-untyped-call]
-        features, weight, bias, targets, temperature, entropy_gradient, part, rows or _rows(weight)
+        features, weight, bias, targets, temperature, entropy_gradient, part, rows or max(LEAST_ROWS, fitting)
     )
     return logprobs, entropy if entropy_gradient else entropy.detach()
 
@@ -63,7 +64,10 @@ class _Score(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         count, own = len(targets), None
         if part is not None:
-            targets, own = _own_rows(targets, weight.shape[0], part)
+            # Indices into this rank's rows, 0 if elsewhere.
+            targets = targets - part.rank * weight.shape[0]
+            own = (targets >= 0) & (targets < weight.shape[0])
+            targets = targets.masked_fill(~own, 0)
         logprobs, entropy, total = features.new_empty((3, count), dtype=torch.float32)
         for start in range(0, count, step):
             chunk = slice(start, start + step)
@@ -122,13 +126,6 @@ class _Score(torch.autograd.Function):
         )
 
 
-def _own_rows(targets: Tensor, rows: int, part: Part) -> tuple[Tensor, Tensor]:
-    """Return targets [M] as indices into this rank's rows, 0 if elsewhere, and whether they are there, bool [M]."""
-    targets = targets - part.rank * rows
-    own = (targets >= 0) & (targets < rows)
-    return targets.masked_fill(~own, 0), own
-
-
 def _over_ranks(
     logprobs: Tensor, own: Tensor, entropy: Tensor, total: Tensor, part: Part
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -158,7 +155,3 @@ def _logits(features: Tensor, weight: Tensor, bias: Tensor | None, temperature: 
         logits.clamp_(min=torch.finfo(torch.float32).min / 1e4)
     plain = not isinstance(temperature, Tensor) and temperature == 1.0
     return logits if plain else logits.div_(temperature)
-
-
-def _rows(weight: Tensor) -> int:
-    return max(LEAST_ROWS, (CPU_LOGITS if weight.device.type == "cpu" else CHUNK_LOGITS) // weight.shape[0])

@@ -178,7 +178,6 @@ def adapter_off(policy: Policy) -> Iterator[None]:
 
 
 def describe(adapter: Adapter | None) -> dict[str, Any] | None:
-    """Describe an adapter as JSON, for a checkpoint."""
     return None if adapter is None else {name: getattr(adapter, name) for name in adapter.__struct_fields__}
 
 

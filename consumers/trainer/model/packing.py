@@ -112,7 +112,6 @@ def use_packing(model: PreTrainedModel) -> None:
 
 
 def is_packed(model: PreTrainedModel) -> bool:
-    """Return whether the model has packed attention."""
     return bool(model.config.get_text_config()._attn_implementation == ATTENTION)
 
 

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.modules.dropout import _DropoutNd
 
 from schemas.errors import ConfigError
@@ -33,7 +33,7 @@ ROUNDING_16 = 3e-2
 
 
 def train_without_noise(model: Model, path: str) -> Model:
-    """Train a model with nothing random in its forward pass; ConfigError if two passes differ, or evaluation does."""
+    """Put a model into training mode with nothing random; ConfigError if two passes differ, or evaluation does."""
     model.train()
     for module in model.modules():
         if isinstance(module, _DropoutNd):
@@ -42,9 +42,10 @@ def train_without_noise(model: Model, path: str) -> Model:
             if isinstance(value, float) and "drop" in name:
                 setattr(module, name, 0.0)
     for module in model.modules():
-        # Not set to 0: PhiMoE's routers also use the number as a threshold in evaluation.
+        # Not set to 0: PhiMoE's routers also use the number as a threshold in evaluation, in which they stay.
         if any(isinstance(value, float) and "jitter" in name for name, value in vars(module).items()):
-            _stay_in_evaluation(module)
+            module.eval()
+            module.train = lambda mode=True, module=module: module  # type: ignore[method-assign, misc]
     if model.device.type == "meta":
         return model
     first, second = _logits(model), _logits(model)
@@ -131,11 +132,6 @@ def _check_dynamic(module: Any, layer: str | None, path: str, max_length: int | 
             " whose frequencies depend on the longest row computed with it; allowed are default, linear, yarn, llama3"
             " and longrope"
         )
-
-
-def _stay_in_evaluation(module: nn.Module) -> None:
-    module.eval()
-    module.train = lambda mode=True: module  # type: ignore[method-assign]
 
 
 def _probe_tokens(model: PreTrainedModel) -> Tensor:

@@ -1,8 +1,6 @@
 """The policy in training: log-probabilities of given tokens from any Hugging Face causal language model.
 
-Sequences are packed where the model allows it (packing.py), and the output layer is computed in chunks of loss tokens
-(head.py). Over several ranks a policy may compute a part of each layer or of the tokens; it always returns
-whole rows.
+Over several ranks a policy may compute a part of each layer or of the tokens; it always returns whole rows.
 """
 
 from __future__ import annotations

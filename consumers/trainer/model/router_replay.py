@@ -32,14 +32,7 @@ def has_experts(module: nn.Module) -> bool:
 
 
 class RouterReplay:
-    """The routers of a language model, each of which can be given its choice::
-
-        replay = RouterReplay(model)
-        replay.set(chosen)        # of every token of the next pass, in each layer
-        model(ids).last_hidden_state.sum().backward()
-
-    What was set holds until the next ``set``: backward may compute layers again.
-    """
+    """A model's routers, given the choices that were ``set``: until the next, for backward may compute again."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         """Find the routers. ConfigError for a model without experts, or with one whose choice can't be given."""

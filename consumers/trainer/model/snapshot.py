@@ -36,7 +36,6 @@ class Snapshot:
     """
 
     def __init__(self, file: SharedFile, layout: FileLayout, pieces: Sequence[Piece]) -> None:
-        """Make a snapshot. pieces: what ``fill`` has to write."""
         self.specs: list[TensorSpec] = layout.specs
         self._file, self._layout, self._pieces = file, layout, pieces
         self._released = threading.Event()

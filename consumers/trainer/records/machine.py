@@ -1,7 +1,6 @@
-"""environment.json in the run's folder: what the trainer ran with, to find the difference between two runs.
+"""environment.json in the run's folder: versions of packages, the machine, and the git commit of the user's code.
 
-Versions of packages, the machine, and the git commit of the folder in which the user's code is. Each trainer
-that starts writes it, and keeps those of earlier trainers in ``before``.
+Each trainer that starts writes it, and keeps those of earlier trainers in ``before``.
 """
 
 import json
@@ -48,7 +47,6 @@ def write_environment(folder: Path, base: Path, ranks: int) -> None:
 
 
 def describe_environment(base: Path, ranks: int) -> dict[str, Any]:
-    """Describe what this process runs with, as JSON."""
     gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     return {
         "time": time.time(),

@@ -1,10 +1,8 @@
 """Whole prompt groups in the run's folder, to be read: samples/train-STEP.jsonl, a line for each group that is kept.
 
-The images that the policy saw in them are in samples/images/.
-
-Of each step a few groups are kept, with all of their samples: texts, rewards by term, advantages. Nothing
-depends on the files: a full disk loses a line, never a step. The oldest files are deleted when all together are too
-large.
+Of each step a few groups are kept, with all of their samples: texts, rewards by term, advantages, and the images that
+the policy saw, in samples/images/. Nothing depends on the files: a full disk loses a line, never a step. The oldest
+files are deleted when all together are too large.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """A tracker in a thread of its own, so that no step waits for one that hangs.
 
-Calls are done in the order in which they are given. If one raises or takes longer than its deadline, it is the last,
-and ``problem`` says why.
+If a call raises or takes longer than its deadline, it is the last, and ``problem`` says why.
 """
 
 import queue

@@ -19,7 +19,7 @@ from consumers.trainer.distributed.ranks import Ranks
 from consumers.trainer.model.packing import switch_to_packing, use_packing
 from consumers.trainer.model.policy import last_hidden
 from consumers.trainer.model.vision import VisionTower
-from consumers.trainer.step.gradient_update import GradientUpdate, Sums, lr_factor
+from consumers.trainer.step.gradient_update import GradientUpdate, Schedule, Sums
 from consumers.trainer.step.optimizers import build_optimizer
 from schemas.config import CriticConfig
 
@@ -88,7 +88,7 @@ class CriticStep:
     ) -> None:
         self.critic = ranks.prepare(critic, dtype)
         self.settings = settings
-        self.steps = steps
+        self.schedule = Schedule(settings.optimizer, settings.optimizer.lr, steps)
         optimizer = build_optimizer(self.critic, settings.optimizer)
         self.update = GradientUpdate(self.critic, optimizer, ranks, settings.optimizer.max_grad_norm, dtype)
 
@@ -110,8 +110,7 @@ class CriticStep:
         returns' variance that the values explain, 1 at best, 0 for a constant, below for worse; left out where all
         returns are equal.
         """
-        optimizer = self.settings.optimizer
-        lr = optimizer.lr * lr_factor(done, optimizer, self.steps)
+        lr = self.schedule.at(done + 1)
         update = self.update.run(lambda: self._accumulate(batch, tokens), lr)
         loss, error, square, count, error_sum, return_sum = update.sums.values
         return {
@@ -139,10 +138,7 @@ class CriticStep:
             seen.append(
                 torch.stack([total.detach().double(), *squares, micro.sampled.sum(), errors.sum(), found.sum()])
             )
-        sums = Sums(6)
-        if seen:
-            sums.add(*torch.stack(seen).sum(0).tolist())
-        return sums
+        return Sums(torch.stack(seen).sum(0).tolist() if seen else [0.0] * 6)
 
 
 def _explained_variance(

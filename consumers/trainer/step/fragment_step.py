@@ -1,6 +1,6 @@
 """The optimizer step over fragments: PPO in epochs of shuffled minibatches, with any loss of single tokens.
 
-Everything random follows from run.seed and the step's number, so the same fragments give the same weights to the bit.
+Everything random follows from run.seed and the step's number.
 """
 
 from dataclasses import dataclass, replace
@@ -22,11 +22,11 @@ from consumers.trainer.fragments.transitions import Transitions, discounted_retu
 from consumers.trainer.metrics.timing import StepTimer
 from consumers.trainer.model.policy import Policy
 from consumers.trainer.step.critic import CriticStep, value_loss
-from consumers.trainer.step.gradient_update import GradientUpdate, Schedule, Sums, lr_factor
+from consumers.trainer.step.gradient_update import GradientUpdate, Schedule, Sums
 from consumers.trainer.step.learner import Learner, StepResult
 from consumers.trainer.step.optimizers import build_optimizer
 from consumers.trainer.step.sac_step import build_sac_step
-from schemas.config import CriticConfig, TidemillConfig
+from schemas.config import TidemillConfig
 from schemas.errors import ConfigError
 from schemas.plugins import bind
 from schemas.policy_shape import PolicyShape
@@ -35,22 +35,16 @@ from schemas.policy_shape import PolicyShape
 class FragmentCritic(CriticStep):
     """The critic of a fragment step, with an optimizer of its own."""
 
-    def __init__(self, network: ValueNetwork, settings: CriticConfig, steps: int, ranks: Ranks) -> None:
-        super().__init__(cast(Any, network), settings, steps, ranks)
-
     def train(self, part: Transitions, done: int) -> tuple[float, float]:
         """Update the critic on a minibatch; returns loss and gradient norm."""
-        optimizer = self.settings.optimizer
 
         def accumulate() -> Sums:
             found = self.critic(part.observations)
             loss = value_loss(found, part.values, part.returns, self.settings.clip).mean()
             self.update.backward(loss)
-            sums = Sums()
-            sums.add(float(loss.detach()))
-            return sums
+            return Sums([float(loss.detach())])
 
-        update = self.update.run(accumulate, optimizer.lr * lr_factor(done, optimizer, self.steps))
+        update = self.update.run(accumulate, self.schedule.at(done + 1))
         return update.sums.loss, update.norm
 
 
@@ -111,7 +105,7 @@ class PpoStep(Learner):
     def _transitions(self, batch: FragmentPlan) -> Transitions:
         samples = [sample for sample, _ in batch.samples]
         if self.critic is not None and isinstance(self.advantage, Gae):
-            self.critic.steps = self.schedule.steps
+            self.critic.schedule.steps = self.schedule.steps
             network = cast(ValueNetwork, self.critic.critic)
             if network.returns.size:
                 network.returns.add(discounted_returns(fragments_of(samples), self.advantage.gamma))
@@ -139,14 +133,9 @@ class PpoStep(Learner):
         self.update.backward(loss)
         clipped = output.metrics.get("clipped")
         ratio = (logprobs.detach() - part.rollout_logprobs).double()
-        sums = Sums(4)
-        sums.add(
-            float(loss.detach()),
-            float(entropy.detach().mean()),
-            0.0 if clipped is None else float(clipped.float().mean()),
-            float((ratio.exp() - 1 - ratio).mean()),
-        )
-        return sums
+        share = 0.0 if clipped is None else float(clipped.float().mean())
+        kl = float((ratio.exp() - 1 - ratio).mean())
+        return Sums([float(loss.detach()), float(entropy.detach().mean()), share, kl])
 
 
 def build_fragment_step(config: TidemillConfig, ranks: Ranks) -> Learner:
@@ -162,7 +151,8 @@ def build_fragment_step(config: TidemillConfig, ranks: Ranks) -> Learner:
     actor = Actor(shape).to(ranks.accelerator.device)
     critic = None
     if trainer.critic is not None:
-        critic = FragmentCritic(ValueNetwork(shape, trainer.scale_rewards), trainer.critic, trainer.steps, ranks)
+        network: Any = ValueNetwork(shape, trainer.scale_rewards)
+        critic = FragmentCritic(network, trainer.critic, trainer.steps, ranks)
     function = ADVANTAGES.get(trainer.advantage.name, config.base) if grouped else Gae
     optimizer = build_optimizer(actor, trainer.optimizer)
     return PpoStep(

@@ -10,7 +10,7 @@ sampling the step's data again would be expensive. bfloat16 and float32 reach do
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import accumulate, groupby
@@ -51,8 +51,8 @@ class Summed(Protocol):
 class Sums:
     """Sums over micro-batches, the loss first."""
 
-    def __init__(self, count: int = 1) -> None:
-        self.values = [0.0] * count
+    def __init__(self, values: Sequence[float] = (0.0,)) -> None:
+        self.values = [*values]
 
     @property
     def loss(self) -> float:
@@ -130,7 +130,6 @@ class LossScale:
         self._before = self.value
 
     def undo(self, parameters: list[nn.Parameter]) -> None:
-        """Divide all gradients by the factor."""
         torch._foreach_mul_([p.grad for p in parameters if p.grad is not None], 1.0 / self.value)
 
     def retry(self, norm: float, loss: float) -> bool:

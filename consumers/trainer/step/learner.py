@@ -1,7 +1,4 @@
-"""What every training step has: of tokens, of fragments by PPO, and of fragments by SAC.
-
-Ranks, checkpoints, weight versions and the loop around a step know nothing else of it.
-"""
+"""What every training step has (tokens, PPO, SAC): all that ranks, checkpoints, versions and the loop know of it."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -23,9 +20,8 @@ class StepResult:
     """The outcome of a step. metrics: for logs. staleness: loss tokens by age in versions. skipped: no weight changed.
 
     seconds: of each phase, ``total`` and what is in none of them, ``other``. advantages: of each sample, on the rank
-    that made the plan; empty if tokens have advantages of their own. samples: see StepMeter.
-
-    A skipped step counts, and makes a version with the weights of the one before.
+    that made the plan; empty if tokens have advantages of their own. samples: see StepMeter. A skipped step counts, and
+    makes a version with the weights of the one before.
     """
 
     metrics: dict[str, float]

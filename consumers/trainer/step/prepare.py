@@ -1,7 +1,7 @@
-"""Preparation of a step's data before the first gradient: passes without a gradient.
+"""Preparation of a step's data before the first gradient: passes without a gradient, if the configuration asks.
 
 The reference policy's log-probabilities, advantages of single tokens, and what a loss chooses among the tokens of the
-whole step. None of them costs a forward pass unless the configuration asks for it.
+whole step.
 """
 
 from collections.abc import Sequence

@@ -54,14 +54,12 @@ class SacStep(Learner):
         return {**super().parts(), "critic": self.critic, "temperature": self.temperature}
 
     def state(self) -> dict[str, Any]:
-        """See Learner; the files of the buffer."""
         return self.buffer.state()
 
     def restore(self, state: dict[str, Any]) -> None:
         self.buffer.restore(state)
 
     def run(self, batch: Any, version: int) -> StepResult:
-        """Add the fragments to the buffer, and update all networks."""
         timer, done, settings = StepTimer(), self.schedule.done, self.settings
         before = self.buffer.count
         with timer.phase("prepare"):
@@ -130,9 +128,8 @@ class SacStep(Learner):
 
         numbers, skipped = {"alpha": float(alpha), "entropy": -float(logprobs.detach().mean())}, False
         if improve:
-            skipped = temperature_update.run(
-                _once(temperature_update, lambda: -(module.log_alpha * gap).mean()), lr
-            ).skipped
+            warmed = temperature_update.run(_once(temperature_update, lambda: -(module.log_alpha * gap).mean()), lr)
+            skipped = warmed.skipped
         learnt = critic_update.run(_once(critic_update, critic_loss), lr)
         numbers |= dict(zip(("critic_loss", "q_mean"), learnt.sums.values, strict=True))
         numbers["critic_grad_norm"] = learnt.norm
@@ -156,9 +153,7 @@ def _once(update: GradientUpdate, loss: Callable[[], Tensor | tuple[Tensor, Tens
         found = loss()
         values = found if isinstance(found, tuple) else (found,)
         update.backward(values[0])
-        sums = Sums(len(values))
-        sums.add(*(float(value.detach()) for value in values))
-        return sums
+        return Sums([float(value.detach()) for value in values])
 
     return accumulate
 
@@ -184,6 +179,7 @@ def build_sac_step(config: TidemillConfig, ranks: Ranks, settings: SacConfig) ->
         optimizer = build_optimizer(module, trainer.optimizer)
         return GradientUpdate(module, optimizer, ranks, trainer.optimizer.max_grad_norm, torch.float32)
 
+    shown = None if settings.demonstrations is None else Path(settings.demonstrations)
     device = ranks.accelerator.device
     actor, temperature = Actor(shape).to(device), Temperature().to(device)
     critic = TwinCritic(shape, settings.critics, settings.norm, trainer.scale_rewards).to(device)
@@ -195,13 +191,7 @@ def build_sac_step(config: TidemillConfig, ranks: Ranks, settings: SacConfig) ->
         ranks,
         (critic, part(critic)),
         (temperature, part(temperature)),
-        ReplayBuffer(
-            config.folder,
-            settings.buffer,
-            shape.size,
-            sum(shape.counts),
-            None if settings.demonstrations is None else Path(settings.demonstrations),
-        ),
+        ReplayBuffer(config.folder, settings.buffer, shape.size, sum(shape.counts), shown),
         settings,
         config.run.seed,
     )

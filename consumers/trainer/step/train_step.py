@@ -1,8 +1,8 @@
 """The optimizer step: micro-batches in, a weight update and its metrics out.
 
-The step knows neither the broker nor which algorithm it runs. It makes one update for each minibatch, in as many
-epochs as configured. Gradients are sums of weighted token losses, so they don't depend on how a minibatch was cut. An
-update whose loss or gradient is not finite changes no weight, not the critic's either, and the step's result says so.
+It makes one update for each minibatch, in as many epochs as configured. Gradients are sums of weighted token losses, so
+they don't depend on how a minibatch was cut. An update whose loss or gradient is not finite changes no weight, not the
+critic's either, and the step's result says so.
 """
 
 from collections.abc import Callable, Sequence
@@ -36,14 +36,7 @@ class Observer(Protocol):
 
 @dataclass(eq=False)
 class TrainStep(Learner):
-    """An optimizer step, from micro-batches to changed weights and metrics; ``build_train_step`` puts it together::
-
-        step = build_train_step(config)
-        batch = step.planner.plan(groups).batch()
-        result = step.run(batch, version=7)      # the policy is version 8 now
-
-    epochs: how often a step trains its batch.
-    """
+    """An optimizer step, from micro-batches to changed weights and metrics. epochs: how often it trains its batch."""
 
     objective: Objective
     preparation: Preparation
@@ -128,7 +121,7 @@ class TrainStep(Learner):
     def _train_critic(self, batch: Sequence[MicroBatch], tokens: float) -> dict[str, float]:
         if self.critic is None:
             return {}
-        self.critic.steps = self.schedule.steps
+        self.critic.schedule.steps = self.schedule.steps
         return self.critic.run(batch, tokens, self.schedule.done)
 
 

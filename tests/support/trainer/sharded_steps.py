@@ -100,7 +100,7 @@ def lead(
     dtype: str,
     generator: Path | None = None,
 ) -> None:
-    newest = rank_group.checkpoint_store.newest().path
+    newest = rank_group.checkpoint_store.newest()[0]
     assert (newest is not None) == (first > 0)
     if newest is not None:
         assert rank_group.load(newest).step == first

@@ -59,7 +59,7 @@ def test_a_checkpoint_that_was_found_whole_is_not_read_again_before_it_is_loaded
     path = checkpoints.save(step, step=1, version=1, leader_term=1, extra={})
     read: list[Path] = []
     monkeypatch.setattr(store, "damage", lambda found: read.append(found) or damage(found))
-    assert checkpoints.newest().path == path
+    assert checkpoints.newest()[0] == path
     checkpoints.load(path, step)
     assert read == [path]
     (path / "rng-0.json").write_text("{}")
@@ -143,7 +143,7 @@ def test_the_last_k_are_kept(model: PreTrainedModel, tmp_path: Path) -> None:
     for number in (1, 2, 10, 100):
         checkpoints.save(step, step=number, version=number, leader_term=1, extra={})
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step-00000010-t0001", "step-00000100-t0001"]
-    assert checkpoints.newest().path == tmp_path / "step-00000100-t0001"
+    assert checkpoints.newest()[0] == tmp_path / "step-00000100-t0001"
 
 
 def test_a_checkpoint_waits_for_its_evaluation(model: PreTrainedModel, tmp_path: Path) -> None:
@@ -174,8 +174,7 @@ def test_an_interrupted_write_does_not_count(model: PreTrainedModel, tmp_path: P
     half = tmp_path / ".step-00000006-t0001.writing"
     half.mkdir()
     (half / "state.json").write_text("{}")
-    newest = checkpoints.newest()
-    assert (newest.path, newest.refused) == (kept, [])
+    assert checkpoints.newest() == (kept, [])
     assert checkpoints.save(step, step=6, version=6, leader_term=1, extra={}).name == "step-00000006-t0001"
 
 
@@ -197,10 +196,10 @@ def test_damage_is_named_and_the_one_before_is_taken(model: PreTrainedModel, tmp
         content = bytearray(victim.read_bytes())
         content[len(content) // 2] ^= 1
         victim.write_bytes(content)
-    newest = checkpoints.newest()
-    assert newest.path == older
-    assert len(newest.refused) == 1
-    assert newest.refused[0].startswith("step-00000002-t0001: ")
+    newest, refused = checkpoints.newest()
+    assert newest == older
+    assert len(refused) == 1
+    assert refused[0].startswith("step-00000002-t0001: ")
     with pytest.raises(InfraError, match="damaged"):
         checkpoints.load(path, make_step(model))
 
@@ -215,7 +214,7 @@ def test_saving_a_step_again_replaces_it(model: PreTrainedModel, tmp_path: Path)
 
 
 def test_an_empty_folder_has_no_checkpoint(tmp_path: Path) -> None:
-    assert CheckpointStore(tmp_path / "none").newest().path is None
+    assert CheckpointStore(tmp_path / "none").newest()[0] is None
 
 
 def test_the_marker_lists_every_file(model: PreTrainedModel, tmp_path: Path) -> None:

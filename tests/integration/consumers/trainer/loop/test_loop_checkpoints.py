@@ -260,7 +260,7 @@ def test_checkpoints_of_the_best_evaluations_are_kept_beside_the_newest(
     store = CheckpointStore(tmp_path / "run" / "checkpoints")
     assert store.steps() == [2, 6, 8]
     assert store.at("best").name.startswith("step-00000002")
-    assert store.newest().path == store.at(8)
+    assert store.newest()[0] == store.at(8)
 
 
 def test_a_run_whose_evaluations_get_no_better_ends_early_as_if_its_steps_were_done(
