@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal, Self, TypeAlias
+from typing import Literal, Self
 
 import structlog
 
@@ -15,6 +15,7 @@ from consumers.trainer.distributed.device_turns import DeviceTurns
 from consumers.trainer.metrics.timing import StepTimer
 from consumers.trainer.rank_group import RankGroup
 from consumers.trainer.records.traces import TraceLog
+from consumers.trainer.records.trackers import Notify
 from consumers.trainer.step.learner import Learner
 from schemas.config import TidemillConfig
 from schemas.errors import DiskError
@@ -31,9 +32,6 @@ USES: Mapping[str, DeviceUse] = {
     "paused": "pause",
 }
 """What the devices do in a phase of a step; in all others they wait."""
-
-Notify: TypeAlias = Callable[[str, Literal["info", "warning", "error"], str], None]
-"""Reports an event through the broker: its name, its level, and the text."""
 
 log = structlog.get_logger()
 

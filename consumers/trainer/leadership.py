@@ -41,10 +41,6 @@ class LeaderRecord:
     leader_term: str
     version: int
 
-    @property
-    def number(self) -> int:
-        return term_number(self.leader_term)
-
 
 class Leadership:
     """A trainer's claim to be the only one of its run: ``restore`` once, ``take_over``, and again after ``lost``.
@@ -148,7 +144,7 @@ class Leadership:
             owner=Owner.of(progress.run_id, config.folder),
             progress=progress,
             fresh=self._fresh,
-            leader_term_floor=found.number if found else 0,
+            leader_term_floor=term_number(found.leader_term) if found else 0,
             saved=saved,
             evaluations=list(self._evaluations.lines.values())[-KEPT_EVALUATIONS:],
             version_if_lost=progress.version if self.published <= progress.version else self.published + 1,
@@ -157,7 +153,8 @@ class Leadership:
     def _check(self) -> None:
         """Raise FencedError if another trainer has used the folder since this one took over."""
         found = self.read()
-        if found is not None and found.leader_term != self.leader_term and found.number >= self.number:
+        newer = found is not None and term_number(found.leader_term) >= self.number
+        if found is not None and newer and found.leader_term != self.leader_term:
             raise FencedError(f"trainer {self.leader_term} was replaced by {found.leader_term} and stops")
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from consumers.trainer.checkpoint.convert import load_actor
+from consumers.trainer.checkpoint.convert import load_trained
 from consumers.trainer.checkpoint.store import CheckpointStore, WantedStep
 from consumers.trainer.model.hf_weights import named_weights
 from producers.embodied.environment_process import EnvironmentLost, EnvironmentProcess, scale_actions, spec_of
@@ -33,7 +33,7 @@ def play(config: TidemillConfig, step: WantedStep, seed: int | None, steps: int,
     if config.model.kind != "mlp":
         raise ConfigError(f"tidemill play is for model.kind mlp, not {config.model.kind}")
     path, shape = CheckpointStore(config.folder / "checkpoints").at(step), PolicyShape.read(config.model.path)
-    weights = {name: value.numpy() for name, value in named_weights(load_actor(config, path))}
+    weights = {name: value.numpy() for name, value in named_weights(load_trained(config, path))}
     policy, rng = Perceptron.of(weights, shape), np.random.default_rng(0)
     args = (config.eval.dataset if config.eval is not None else config.train)[0].args
     seed = args.get("first_seed", 0) if seed is None else seed

@@ -34,7 +34,7 @@ def export_checkpoint(
     path, out = find_export(config, step, out, adapter)
     with whole_folder(out, "folder with --to") as aside:
         stage(f"loading {path.name}")
-        policy = load_actor(config, path) if config.model.kind == "mlp" else _load_model(config, path)
+        policy = load_trained(config, path)
         stage(f"writing {out}")
         if adapter:
             save_adapter(policy, aside, config.model.dtype, config.model.path)
@@ -44,24 +44,17 @@ def export_checkpoint(
     return path, out
 
 
-def _load_model(config: TidemillConfig, path: Path) -> Policy:
-    policy = make_policy(config)
-    check_same(path.name, read_state(path).get("adapter"), policy.adapter)
-    _fill(policy, path)
-    return policy
-
-
-def load_actor(config: TidemillConfig, path: Path) -> Policy:
-    """Load the policy of a checkpoint with model.kind mlp."""
-    actor = cast(Policy, Actor(PolicyShape.read(config.model.path)))
-    _fill(actor, path)
-    return actor
-
-
-def _fill(policy: Policy, path: Path) -> None:
+def load_trained(config: TidemillConfig, path: Path) -> Policy:
+    """Load the policy of a checkpoint; ConfigError if it is of another model."""
+    if config.model.kind == "mlp":
+        policy = cast(Policy, Actor(PolicyShape.read(config.model.path)))
+    else:
+        policy = make_policy(config)
+        check_same(path.name, read_state(path).get("adapter"), policy.adapter)
     tensors = {"model": model_tensors(policy)}
     load_tensors(path, tensors)
     put_model_tensors(policy, tensors["model"])
+    return policy
 
 
 def find_export(config: TidemillConfig, step: WantedStep, out: Path | None, adapter: bool) -> tuple[Path, Path]:

@@ -298,13 +298,10 @@ def _own_settings() -> Iterator[None]:
 
     Some of it would change gradients: a precision, a number of steps to accumulate, a compiler, a sharding.
     """
-    ignored = {name: value for name, value in os.environ.items() if name.startswith("ACCELERATE_")}
-    for name in _NOT_OF_TRAINING:
-        ignored.pop(name, None)
+    names = [name for name in os.environ if name.startswith("ACCELERATE_") and name not in _NOT_OF_TRAINING]
+    ignored = {name: os.environ.pop(name) for name in names}
     if ignored:
         log.warning("settings of accelerate are ignored", names=sorted(ignored))
-    for name in ignored:
-        del os.environ[name]
     try:
         yield
     finally:

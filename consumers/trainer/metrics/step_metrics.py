@@ -189,10 +189,8 @@ class StepMeter:
             figures["ratio_std"] = _deviation(s["ratio"], s["ratio_square"], tokens)
             figures["advantage_mean"] = s["advantage"] / tokens
             figures["advantage_std"] = _deviation(s["advantage"], s["advantage_square"], tokens)
-            figures["advantage_min"], figures["advantage_max"] = (
-                -self.largest["less_advantage"],
-                self.largest["advantage"],
-            )
+            figures["advantage_min"] = -self.largest["less_advantage"]
+            figures["advantage_max"] = self.largest["advantage"]
             figures["advantage_positive_fraction"] = s["advantage_positive"] / tokens
             figures["advantage_zero_fraction"] = s["advantage_zero"] / tokens
         if given := s["supervised_tokens"]:

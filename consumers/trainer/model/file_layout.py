@@ -275,12 +275,17 @@ class SharedFile:
         self.blind = ranks is not None and ranks.any(not shows(path, mark))
         self._channel = channel
 
-    def write(self, pieces: Iterable[Piece], head: bytes = b"") -> None:
-        """Write or send pieces, and the head of the file if given; OSError if that fails."""
-        if self.blind and self.rank and self._channel is not None:
-            _send(self._channel, self.mark, pieces)
-        else:
-            write_pieces(self.path, pieces, head)
+    def write(self, pieces: Sequence[Piece], head: bytes = b"") -> None:
+        """Write or send pieces, and the head of the file if given, unless there is a problem; an OSError is one."""
+        if self.problem or not (pieces or head):
+            return
+        try:
+            if self.blind and self.rank and self._channel is not None:
+                _send(self._channel, self.mark, pieces)
+            else:
+                write_pieces(self.path, pieces, head)
+        except OSError as error:
+            self.problem = str(error)
 
     def complete(self, problem: str = "") -> str:
         """Tell rank 0 that this rank is done; returns there the first problem of any rank, on others their own."""

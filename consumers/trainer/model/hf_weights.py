@@ -10,7 +10,7 @@ import copy
 import json
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -136,28 +136,21 @@ def save_weights(
             mark, failure = mark_file(path)
             problem = "" if failure is None else str(failure)
         file = SharedFile(path, mark if together is None else together.broadcast_text(mark), together, channel)
+        file.problem = problem
         # A rank that cannot write gathers on, for the others wait for it. What is sent waits for all that is gathered.
         later: list[Piece] = []
         for piece in part.pieces(lambda name: change(name, dequantise(named[name])), file):
             later.append(piece)
             if not (file.blind and rank):
-                problem, head = problem or _try_to_write(file, later, head), b""
-                later = []
-        problem = file.complete(problem or _try_to_write(file, later))
+                file.write(later, head)
+                later, head = [], b""
+        file.write(later)
+        problem = file.complete()
     if problem:
         raise OSError(problem)
     if rank == 0 and len(parts) > 1:
         content = {"metadata": {"total_size": layout.size}, "weight_map": found}
         (folder / "model.safetensors.index.json").write_text(json.dumps(content, indent=2), encoding="utf-8")
-
-
-def _try_to_write(file: SharedFile, pieces: Sequence[Piece], head: bytes = b"") -> str:
-    try:
-        if pieces:
-            file.write(pieces, head)
-    except OSError as error:
-        return str(error)
-    return ""
 
 
 def _save_settings(model: PreTrainedModel, folder: Path, dtype: torch.dtype) -> str:

@@ -46,11 +46,7 @@ class TokenScores:
 
 
 def last_hidden(
-    model: PreTrainedModel,
-    tower: VisionTower | None,
-    inputs: Tensor,
-    images: ImageBatch | None,
-    layout: TokenLayout,
+    model: PreTrainedModel, tower: VisionTower | None, inputs: Tensor, images: ImageBatch | None, layout: TokenLayout
 ) -> Tensor:
     """Compute a model's last hidden states of the padded rows ``inputs``, with a vision tower or without."""
     arguments = layout.arguments(inputs)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -52,13 +53,11 @@ class Snapshot:
         """
         failure: Exception | None = None
         try:
-            if self._ready is None:
-                self._copy()
-            else:
-                with torch.Stream(self._device) as stream:
-                    stream.wait_event(self._ready)
-                    self._copy()
-        except (OSError, RuntimeError) as error:
+            with nullcontext() if self._ready is None else torch.Stream(self._device):
+                if self._ready is not None:
+                    torch.accelerator.current_stream(self._device).wait_event(self._ready)
+                self._file.write(self._pieces, b"" if self._file.rank else self._layout.head)
+        except RuntimeError as error:
             failure = error
         finally:
             self._pieces = ()
@@ -68,10 +67,6 @@ class Snapshot:
         if problem and not self._file.rank:
             self._file.path.unlink(missing_ok=True)
             raise failure or OSError(problem)
-
-    def _copy(self) -> None:
-        if self._pieces or not self._file.rank:
-            self._file.write(self._pieces, b"" if self._file.rank else self._layout.head)
 
     def wait(self) -> None:
         """Wait until the weights may change; InfraError after the deadline."""
@@ -106,11 +101,8 @@ class Snapshots:
         weights = dict(wire_weights(self._policy))
         file, later = SharedFile(path, mark, self._ranks, self._channel), []
         for piece in layout.pieces(weights.__getitem__, file):
-            if not piece.gathered:
+            if piece.gathered:
+                file.write([piece])
+            else:
                 later.append(piece)
-            elif not file.problem:
-                try:
-                    file.write([piece])
-                except OSError as error:
-                    file.problem = str(error)
         return Snapshot(file, layout, later)

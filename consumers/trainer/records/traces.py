@@ -10,7 +10,7 @@ import functools
 import math
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 from urllib.parse import unquote
 from urllib.request import Request, urlopen
@@ -66,8 +66,6 @@ class TraceLog:
         self._run = run
         self._model = model
         self._waiting: list[_Episode] = []
-        self._bytes = 0
-        """Of the traces that wait."""
         self._retry_at = self._sent_at = 0.0
         self._answers = True
         """Whether the receiver had all spans in time when it was last waited for."""
@@ -79,19 +77,18 @@ class TraceLog:
             return b""
         moment = ending("step", str(step), seconds)
         if self._thread is not None:
-            for place in choose(step, len(samples), self._config.share):
-                body, reward = samples[place]
-                trace = body.trace + moment
-                self._add(_Episode(body.task_id, body.sample, trace, body.seconds, body.sampled_tokens, reward))
-            self._send_often()
+            chosen = (samples[place] for place in choose(step, len(samples), self._config.share))
+            self._add(
+                _Episode(body.task_id, body.sample, body.trace + moment, body.seconds, body.sampled_tokens, reward)
+                for body, reward in chosen
+            )
         return moment
 
     def failed(self, task_id: int, sample: int, score: Score) -> None:
         """Send the trace of a sample without a reward, whose score has its moments."""
         if self._thread is not None:
             problem = score.reason or "it failed"
-            self._add(_Episode(task_id, sample, score.trace, problem=problem, ended=now_us()))
-            self._send_often()
+            self._add([_Episode(task_id, sample, score.trace, problem=problem, ended=now_us())])
 
     def flush(self) -> None:
         """Send what waits, and wait until it is sent; not again while a receiver is late."""
@@ -106,17 +103,14 @@ class TraceLog:
             self._thread.wait(LONG_DEADLINE_S)
             self._thread.end()
 
-    def _add(self, episode: _Episode) -> None:
-        self._waiting.append(episode)
-        self._bytes += len(episode.trace)
-
-    def _send_often(self) -> None:
-        if self._bytes > MANY or time.monotonic() > self._sent_at + OFTEN_S:
+    def _add(self, episodes: Iterable[_Episode]) -> None:
+        self._waiting += episodes
+        if sum(len(each.trace) for each in self._waiting) > MANY or time.monotonic() > self._sent_at + OFTEN_S:
             self._send()
 
     def _send(self) -> None:
         self._sent_at = time.monotonic()
-        episodes, self._waiting, self._bytes = self._waiting, [], 0
+        episodes, self._waiting = self._waiting, []
         if self._thread is not None and episodes:
             self._thread.put(lambda: self._post(episodes))
 

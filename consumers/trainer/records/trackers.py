@@ -63,6 +63,7 @@ ERROR_DEADLINE_S = 5.0
 """Seconds for the unsent rest if the trainer ends with an error; its restart waits for that."""
 
 Notify: TypeAlias = Callable[[str, Literal["info", "warning", "error"], str], None]
+"""Reports an event through the broker: its name, its level, and the text."""
 
 log = structlog.get_logger()
 

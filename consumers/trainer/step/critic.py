@@ -113,14 +113,17 @@ class CriticStep:
         lr = self.schedule.at(done + 1)
         update = self.update.run(lambda: self._accumulate(batch, tokens), lr)
         loss, error, square, count, error_sum, return_sum = update.sums.values
-        return {
+        metrics = {
             "critic_loss": loss,
             "critic_error": (error / square) ** 0.5 if square else 0.0,
             "critic_grad_norm": update.norm,
             "critic_lr": lr,
-            **_explained_variance(count, error_sum, error, return_sum, square),
-            **self.update.metrics("critic_"),
         }
+        returns = square / count - (return_sum / count) ** 2 if count else 0.0
+        if count and returns > 1e-12 * square / count:
+            errors = error / count - (error_sum / count) ** 2
+            metrics["critic_explained_variance"] = 1.0 - errors / returns
+        return metrics | self.update.metrics("critic_")
 
     def _accumulate(self, batch: Sequence[MicroBatch], tokens: float) -> Sums:
         """Run backward; returns sums, which are read at the end, so that the device is given work ahead."""
@@ -139,16 +142,3 @@ class CriticStep:
                 torch.stack([total.detach().double(), *squares, micro.sampled.sum(), errors.sum(), found.sum()])
             )
         return Sums(torch.stack(seen).sum(0).tolist() if seen else [0.0] * 6)
-
-
-def _explained_variance(
-    count: float, error_sum: float, error_squares: float, return_sum: float, return_squares: float
-) -> dict[str, float]:
-    """1 - Var(returns - values) / Var(returns), by their sums; nothing if the returns do not vary."""
-    if not count:
-        return {}
-    errors = error_squares / count - (error_sum / count) ** 2
-    returns = return_squares / count - (return_sum / count) ** 2
-    if not returns > 1e-12 * return_squares / count:
-        return {}
-    return {"critic_explained_variance": 1.0 - errors / returns}

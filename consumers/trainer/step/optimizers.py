@@ -62,10 +62,8 @@ class LocalMuon(LocalAdamW):
 
     def _direction(self, parameter: nn.Parameter, momentum: float) -> Tensor:
         """Move a parameter's momentum on, and return where it points with Nesterov's step, whole, in bfloat16."""
-        gradient, moving = (
-            local_part(cast(Tensor, parameter.grad)),
-            local_part(self.state[parameter]["momentum_buffer"]),
-        )
+        gradient = local_part(cast(Tensor, parameter.grad))
+        moving = local_part(self.state[parameter]["momentum_buffer"])
         moving.lerp_(gradient, 1 - momentum)
         direction = gradient.lerp(moving, momentum).bfloat16()
         if not isinstance(parameter, DTensor):
