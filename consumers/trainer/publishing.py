@@ -165,8 +165,8 @@ class RefusalWatch:
     def check(self) -> None:
         """Raise RunFailed if generators refuse this version repeatedly, none could use it, and none has another.
 
-        Refusals from before this trainer count, but at least one must be new, since the cause of the others may be
-        fixed. A generator that has been silent for long does not count as one that may help; one that is loading does.
+        Of the refusals at least one must be since this trainer began, for the cause of others may be fixed. A generator
+        that has been silent for long does not count as one that may help; one that is loading does.
         """
         context = self._context
         version = context.progress.version

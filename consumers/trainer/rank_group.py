@@ -1,7 +1,7 @@
 """All ranks of one trainer as one object: rank 0 calls, the others follow its commands.
 
-A sharded model computes, is gathered, saved and loaded by all ranks at once. Rank 0 alone knows the broker and what
-comes next; it sends every other rank a command with all that the rank needs, and takes part itself.
+Rank 0 alone knows the broker and what comes next; it sends every other rank a command with all that the rank needs, and
+takes part itself.
 """
 
 import time

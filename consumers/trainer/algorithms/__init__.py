@@ -1,7 +1,4 @@
-"""The RL maths: losses, advantages, aggregation, KL and rejection; and by which names a configuration chooses them.
-
-The names are known without PyTorch, so that a wrong one is reported at once.
-"""
+"""The RL maths by the names in a configuration, known without PyTorch, so that a wrong one is reported at once."""
 
 from schemas.plugins import Registry
 

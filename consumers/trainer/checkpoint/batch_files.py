@@ -1,7 +1,6 @@
 """The batches of a run on disk, a file a step, for ``tidemill replay``; written with ``trainer.record``.
 
-A step's file is flushed before a checkpoint covers the step, because the broker then forgets the samples. It lacks
-their texts. Files of steps before the oldest checkpoint are useless and are removed.
+A file, which lacks texts, is flushed before a checkpoint covers its step, and removed before the oldest checkpoint.
 """
 
 from __future__ import annotations

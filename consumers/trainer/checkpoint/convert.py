@@ -1,7 +1,4 @@
-"""A checkpoint as a Hugging Face model with its tokenizer, made in one process, however many ranks wrote it.
-
-Only the policy's weights are read: neither the optimizer nor a critic takes memory.
-"""
+"""A checkpoint as a Hugging Face model with its tokenizer: one process reads the policy's weights, and nothing else."""
 
 from collections.abc import Callable
 from pathlib import Path

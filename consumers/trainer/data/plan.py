@@ -1,7 +1,6 @@
 """The plan of a step: samples are cut into rows, get credit and weights, and are dealt to ranks.
 
-Each stage is a function with a frozen result, and no tensor is made before the last one: cut (rows.py), credit, weigh,
-deal. The same groups give the same plan, so a replay is exact.
+Each stage is a function, and no tensor is made before the last. The same groups give the same plan: a replay is exact.
 """
 
 from __future__ import annotations
@@ -44,18 +43,6 @@ def credit_of(samples: Samples, advantages: Sequence[AnyAdvantage | None], by_na
         for place, value in zip(places, found.rows, strict=True):
             given.rows[place] = value
     return given
-
-
-def number_tenants(samples: Samples) -> Ints:
-    """Return a number of the tenant of each sample, int64 [S]."""
-    tenants = [str(trajectory.data.get(TENANT)) for trajectory in samples.trajectories]
-    return np.unique(tenants, return_inverse=True)[1].astype(np.int64)
-
-
-def split(samples: Samples, minibatches: int) -> Ints:
-    """Return the minibatch of each sample, int64 [S]: whole groups, spread evenly, in the order of their task ids."""
-    count = int(samples.groups.max(initial=-1)) + 1
-    return samples.groups * min(minibatches, count) // max(count, 1)
 
 
 def weigh(
@@ -176,10 +163,7 @@ class StepBatch:
 
 @dataclass(frozen=True)
 class StepPlanner:
-    """Plans steps as the configuration says::
-
-        plan = planner.plan(groups)
-        batch = plan.batch(dp_rank=0)        # tensors of what rank 0 trains
+    """Plans steps as the configuration says, see ``plan``.
 
     max_tokens: longest completion that sampling allows. micro_batch_tokens: most tokens of a micro-batch, with padding
     unless ``packed``, which says that all models of the step pack; a longer row gets one of its own. cost: work of a
@@ -224,13 +208,18 @@ class StepPlanner:
         datasets = [trajectory.dataset for trajectory in samples.trajectories]
         advantages = [None if one in self.unrewarded else self.advantages.get(one, self.advantage) for one in datasets]
         rewarded = np.array([0.0 if one in self.unrewarded else self.weights.get(one, 1.0) for one in datasets])
-        compared = replace(samples, groups=number_tenants(samples)) if self.by_tenant else samples
+        compared = samples
+        if self.by_tenant:
+            tenants = [str(trajectory.data.get(TENANT)) for trajectory in samples.trajectories]
+            compared = replace(samples, groups=np.unique(tenants, return_inverse=True)[1].astype(np.int64))
         credited = credit_of(compared, advantages, self.by_name)
         taught = np.array([self.teacher_weights.get(dataset, 0.0) for dataset in datasets])
         supervised = np.array([self.supervised_weights.get(dataset, 0.0) for dataset in datasets])
         parts = (rewarded, taught, supervised)
         if self.minibatches > 1 and samples.rows:
-            minibatch = split(samples, self.minibatches)
+            # Whole groups, spread evenly, in the order of their task ids.
+            count = int(samples.groups.max()) + 1
+            minibatch = samples.groups * min(self.minibatches, count) // count
             weights, teacher, given = (weigh_minibatches(samples, minibatch, each, self._weigh) for each in parts)
             dealt = deal_minibatches(samples, minibatch, self._deal)
         else:

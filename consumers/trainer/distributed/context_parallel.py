@@ -1,8 +1,7 @@
 """Context parallelism: the tokens of a micro-batch are cut over ranks, and attention exchanges tokens for heads.
 
-Ulysses (arXiv:2309.14509): every rank computes its slice of the tokens through all layers. For attention, each gives
-away its tokens' heads and gets all tokens of its own heads, so that any kernel for whole sequences runs unchanged, and
-exchanges the result back.
+Ulysses (arXiv:2309.14509): for attention, each rank gives away its tokens' heads and gets all tokens of its own heads,
+so that any kernel for whole sequences runs unchanged, and exchanges the result back.
 """
 
 from typing import Any

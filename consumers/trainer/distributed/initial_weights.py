@@ -1,7 +1,6 @@
 """The weights that several ranks begin with: rank 0 reads them, and every rank gets its part, layer by layer.
 
-So main memory holds a model once, not once for each rank, and files are read once. The other ranks build it without
-weights, on PyTorch's meta device.
+So main memory holds a model once: the other ranks build it without weights, on PyTorch's meta device.
 """
 
 import json
@@ -17,14 +16,7 @@ from schemas.errors import ConfigError
 
 
 class InitialWeights:
-    """A model's weights on their way from rank 0 to all ranks, each of which does::
-
-        weights = InitialWeights(model, main=rank == 0)
-        weights.agree(broadcast_text(weights.described))
-        cut(model)                      # nothing but shapes
-        for layer in layers:
-            weights.fill(layer, device)
-            fully_shard(layer)
+    """A model's weights on their way from rank 0 to all: after ``agree`` a rank cuts the model and fills each part.
 
     described: on rank 0 the names, shapes and types of all tensors, and which are one; "" on the others.
     """

@@ -21,11 +21,7 @@ POLL_S = 0.02
 
 
 class StateOffload:
-    """Moves models and the state of optimizers between ``device`` and main memory, as often as you like::
-
-        state = StateOffload(torch.device("cuda"), [policy], [optimizer])
-        state.offload()     # their memory on the device is free
-        state.onload()      # everything is as before
+    """Moves models and the state of optimizers between ``device`` and main memory, as often as you like.
 
     Called between steps, when there are no gradients. What is on another device stays there. The buffers in main
     memory, pinned for a GPU, are used again each time.

@@ -1,7 +1,6 @@
-"""Metrics of prompt groups and samples before the filter, which a step's batch does not show.
+"""Metrics of prompt groups and samples before the filter, counted from one step to the next.
 
-A step trains the groups that teach something. How many are always or never solved, and what the policy really earns,
-shows only in all complete groups, so these are counted from one step to the next.
+A step trains the groups that teach something; how many are always or never solved shows only in all of them.
 """
 
 import math

@@ -1,7 +1,7 @@
 """The model's layers, compiled: fewer and larger kernels for the same computation.
 
-Each layer by itself, so that it is compiled once for all of them, works under activation checkpointing and FSDP2, and
-the rest of the model stays as it is. Numbers of tokens are symbols: a batch of another size is not compiled again.
+Each by itself, so that one compilation serves all and works with activation checkpointing and FSDP2. Numbers of tokens
+are symbols: a batch of another size is not compiled again.
 """
 
 import os

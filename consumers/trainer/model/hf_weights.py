@@ -1,7 +1,6 @@
 """The policy's weights outside of the trainer: Hugging Face names, the probe's reference, the model as a folder.
 
-A policy with an adapter publishes that alone, by peft's names; in a model folder it is merged into the weights. The
-head of a safetensors file is made here; vLLM's ``load_weights`` takes the file as it is.
+A policy with an adapter publishes that alone, by peft's names; in a model folder it is merged into the weights.
 """
 
 from __future__ import annotations

@@ -60,14 +60,7 @@ def last_hidden(
 
 
 class Policy(ParallelModule):
-    """A causal language model whose forward returns token scores.
-
-    The output layer is a part of the module, so that DDP and FSDP2 wrap all of it::
-
-        policy = Policy(load_model("runs/cache/arithmetic", "float32"))
-        scores = policy(tokens, targets, mask)
-        (scores.logprobs * weights).sum().neg().backward()
-    """
+    """A causal language model whose forward returns token scores, with the output layer: FSDP2 wraps all of it."""
 
     def __init__(
         self,

@@ -26,14 +26,10 @@ COPY_DEADLINE_S = 600.0
 
 
 class Snapshot:
-    """Weights of one moment on their way into a file, which ``fill`` completes, perhaps in another thread::
+    """Weights of one moment on their way into a file, which ``fill`` completes, perhaps in another thread.
 
-        snapshot = snapshots.take(path)
-        thread.submit(snapshot.fill)
-        ...                     # forward and backward
-        snapshot.wait()         # now the weights may change
-
-    specs: names, dtypes and shapes, in the order of the file.
+    Steps may go on meanwhile, but weights may change only after ``wait``. specs: names, dtypes and shapes, in the order
+    of the file.
     """
 
     def __init__(self, file: SharedFile, layout: FileLayout, pieces: Sequence[Piece]) -> None:

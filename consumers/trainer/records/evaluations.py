@@ -1,7 +1,6 @@
 """The complete evaluations of a run, in evaluations.jsonl, which outlives the broker's copy of them.
 
-A line is flushed to the disk before the next one is written, and a weight version has one line for ever: what a version
-scored never changes, and a trainer that resumes a run first reads the file.
+A version has one line for ever, on the disk before the next: a trainer that resumes a run first reads the file.
 """
 
 import json

@@ -96,10 +96,8 @@ class SampleLog:
             if not file.exists():
                 atomic_write(file, body)
                 self._image_bytes += len(body)
-        if self._image_bytes > IMAGE_BYTES:
-            self._drop_old_images(folder)
-
-    def _drop_old_images(self, folder: Path) -> None:
+        if self._image_bytes <= IMAGE_BYTES:
+            return
         for file in sorted(folder.glob("*.png"), key=lambda file: file.stat().st_mtime):
             if self._image_bytes <= IMAGE_BYTES * 3 // 4:
                 break

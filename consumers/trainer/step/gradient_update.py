@@ -1,8 +1,5 @@
 """One update of a model's weights, its optimizer and learning rate: for policy, critic and training without a broker.
 
-An update zeroes the gradient, accumulates it over micro-batches, combines the sums of all ranks and clips. It changes
-the weights only if loss and gradient are finite.
-
 float16 needs loss scaling (arXiv:1710.03740): its smallest number is 6e-8, the gradients of a mean over a large step
 are smaller, and would be 0. The loss is multiplied before backward, and the float32 gradient divided after. The scale
 is a power of two, so that it rounds nothing. If a gradient overflows, it is computed again at a lower scale, because

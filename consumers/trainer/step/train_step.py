@@ -59,7 +59,8 @@ class TrainStep(Learner):
             micro_batches: Sequence[MicroBatch] = [micro.to(self.policy.device) for micro in on_host]
             micro_batches = self.preparation.run(self.policy, micro_batches, version, self.ranks.all_reduce_sum)
         lr = self.schedule.at(self.schedule.done + 1)
-        minibatches = _cut(micro_batches, batch.updates)
+        ends = list(accumulate(batch.updates)) or [len(micro_batches)]
+        minibatches = [micro_batches[start:end] for start, end in pairwise([0, *ends])]
         updates = [self._update(minibatch, version, lr, timer) for _ in range(self.epochs) for minibatch in minibatches]
         meter = StepMeter.combine([update.sums for update, _ in updates], self.epochs)
         skipped = [update.skipped for update, _ in updates]
@@ -89,7 +90,10 @@ class TrainStep(Learner):
         with timer.phase("optimizer"):
             update = self.update.run(lambda: self._accumulate(minibatch, version, timer), lr)
         with timer.phase("critic"):
-            return update, {} if update.skipped else self._train_critic(minibatch, update.sums.sums["tokens"])
+            if update.skipped or self.critic is None:
+                return update, {}
+            self.critic.schedule.steps = self.schedule.steps
+            return update, self.critic.run(minibatch, update.sums.sums["tokens"], self.schedule.done)
 
     def _accumulate(self, batch: Sequence[MicroBatch], version: int, timer: StepTimer) -> StepMeter:
         """Run forward and backward, then count metrics: each waits for the device, which has work ahead."""
@@ -118,12 +122,6 @@ class TrainStep(Learner):
             loss = loss - micro.supervised_weights * scores.logprobs
         return scores, output, torch.where(micro.mask, loss, 0.0).sum()
 
-    def _train_critic(self, batch: Sequence[MicroBatch], tokens: float) -> dict[str, float]:
-        if self.critic is None:
-            return {}
-        self.critic.schedule.steps = self.schedule.steps
-        return self.critic.run(batch, tokens, self.schedule.done)
-
 
 def laid_out(micro: MicroBatch, policy: Policy) -> MicroBatch:
     """Return a micro-batch on the host with the places of its tokens, as the policy computes them."""
@@ -134,11 +132,6 @@ def laid_out(micro: MicroBatch, policy: Policy) -> MicroBatch:
     if images is not None and policy.vision is not None:
         images = policy.vision.lay_out(policy.causal_lm.base_model, images)
     return replace(micro, layout=layout, images=images)
-
-
-def _cut(micro_batches: Sequence[MicroBatch], updates: Sequence[int]) -> list[Sequence[MicroBatch]]:
-    ends = list(accumulate(updates)) or [len(micro_batches)]
-    return [micro_batches[start:end] for start, end in pairwise([0, *ends])]
 
 
 def _means(updates: Sequence[dict[str, float]]) -> dict[str, float]:
