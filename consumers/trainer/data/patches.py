@@ -67,19 +67,16 @@ class ImageFiles:
         positions = np.zeros((3, len(rows), length), dtype=np.int64)
         for r, images in enumerate(rows):
             for image in images:
+                if image.digest not in self.files:
+                    raise DataError(f"the image {image.digest} of a sample is not there")
                 if image.digest not in cut:
-                    cut[image.digest] = cut_patches(self._file(image.digest), self.settings)
+                    cut[image.digest] = cut_patches(self.files[image.digest], self.settings)
                 check_place(image, cut[image.digest][1], self.settings)
                 marks[r, image.start : image.end] = True
             grids = [cut[image.digest][1] for image in images]
             positions[:, r] = positions_of(images, grids, length, self.settings.merge)
         patches, grids_I3 = join_patches([cut[image.digest] for images in rows for image in images])
         return ImageBatch(torch.from_numpy(patches), grids_I3, torch.from_numpy(marks), torch.from_numpy(positions))
-
-    def _file(self, digest: str) -> bytes:
-        if digest not in self.files:
-            raise DataError(f"the image {digest} of a sample is not there")
-        return self.files[digest]
 
 
 def check_place(image: PlacedImage, grid: Grid, settings: ImageSettings) -> None:

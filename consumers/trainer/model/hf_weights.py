@@ -221,6 +221,7 @@ def _merge(policy: Policy) -> Callable[[str, Tensor], Tensor]:
 def copy_tokenizer(model: ModelConfig, folder: Path) -> None:
     """Copy a model's tokenizer and settings, but neither a list of weight files nor how warm_start made it."""
     for file in resolve_folder(model.path, weights=False).iterdir():
+        # vLLM reads only what a list of weight files names, and the new ones may be others.
         wanted = file.suffix in (".json", ".txt", ".jinja", ".model") and not file.name.endswith(".index.json")
         if wanted and file.name != PROVENANCE and not (folder / file.name).exists():
             shutil.copy2(file, folder / file.name)

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,10 @@ def write_environment(folder: Path, base: Path, ranks: int) -> None:
 
 def describe_environment(base: Path, ranks: int) -> dict[str, Any]:
     gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    packages = {}
+    for name in PACKAGES:
+        with suppress(PackageNotFoundError):
+            packages[name] = version(name)
     return {
         "time": time.time(),
         "host": socket.gethostname(),
@@ -58,16 +63,9 @@ def describe_environment(base: Path, ranks: int) -> dict[str, Any]:
         "gpus": gpus,
         "cuda": torch.version.cuda,
         "ranks": ranks,
-        "packages": {name: found for name in PACKAGES if (found := _version(name))},
+        "packages": packages,
         "git": _git(base),
     }
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return ""
 
 
 def _git(folder: Path) -> dict[str, Any] | None:

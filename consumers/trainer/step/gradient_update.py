@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import accumulate, groupby
-from typing import Any, Generic, Protocol, TypeVar, cast
+from typing import Any, Generic, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ from torch.optim import AdamW, Optimizer
 from torch.optim.adamw import adamw
 
 from consumers.trainer.distributed.ranks import Ranks, local_part
+from consumers.trainer.metrics.step_metrics import StepMeter
 from schemas.config import OptimizerConfig
 
 FIRST = 2.0**24
@@ -32,21 +33,8 @@ BUCKET = 1 << 26
 """Elements whose moments are on the device at a time if an optimizer's state is in main memory: 512 MiB of AdamW's."""
 
 
-class Summed(Protocol):
-    """Sums of one pass over the micro-batches, beside the gradient."""
-
-    @property
-    def loss(self) -> float:
-        """The step's loss: of this rank's micro-batches, and of all ranks after ``reduce``."""
-        ...
-
-    def reduce(self, ranks: Ranks) -> None:
-        """Combine with the other ranks."""
-        ...
-
-
 class Sums:
-    """Sums over micro-batches, the loss first."""
+    """Sums over the micro-batches of this rank, of all ranks after ``reduce``; the loss is the first."""
 
     def __init__(self, values: Sequence[float] = (0.0,)) -> None:
         self.values = [*values]
@@ -62,7 +50,8 @@ class Sums:
         self.values = ranks.all_reduce_sum(self.values)
 
 
-S = TypeVar("S", bound=Summed)
+S = TypeVar("S", Sums, StepMeter)
+"""What one pass over the micro-batches adds up beside the gradient."""
 
 
 @dataclass(frozen=True)

@@ -5,10 +5,10 @@ they don't depend on how a minibatch was cut. An update whose loss or gradient i
 critic's either, and the step's result says so.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, chain, pairwise
-from typing import Protocol
+from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -17,21 +17,18 @@ from consumers.trainer.algorithms.losses import LossOutput
 from consumers.trainer.algorithms.objective import Objective
 from consumers.trainer.data.collate import MicroBatch
 from consumers.trainer.data.plan import StepBatch
+from consumers.trainer.metrics.expert_load import ExpertLoad
 from consumers.trainer.metrics.step_metrics import StepMeter, sample_metrics
 from consumers.trainer.metrics.timing import StepTimer
 from consumers.trainer.model.policy import Policy, TokenScores
+from consumers.trainer.model.router_replay import RouterReplay
 from consumers.trainer.step.critic import CriticStep
 from consumers.trainer.step.gradient_update import GradientUpdate, Update
 from consumers.trainer.step.learner import Learner, StepResult
 from consumers.trainer.step.prepare import Preparation
 
-
-class Observer(Protocol):
-    """A watcher of forward passes with metrics of its own, such as the load of experts."""
-
-    def result(self, add: Callable[[list[float]], list[float]]) -> dict[str, float]:
-        """Return the metrics since the last step; ``add`` is a sum over all ranks."""
-        ...
+Observer: TypeAlias = ExpertLoad | RouterReplay
+"""A watcher of forward passes with metrics of its own."""
 
 
 @dataclass(eq=False)
