@@ -28,8 +28,8 @@ COPY_DEADLINE_S = 600.0
 class Snapshot:
     """Weights of one moment on their way into a file, which ``fill`` completes, perhaps in another thread.
 
-    Steps may go on meanwhile, but weights may change only after ``wait``. specs: names, dtypes and shapes, in the order
-    of the file.
+    Steps may continue meanwhile, but weights may change only after ``wait``. specs: names, dtypes and shapes, in the
+    order of the file.
     """
 
     def __init__(self, file: SharedFile, layout: FileLayout, pieces: Sequence[Piece]) -> None:

@@ -34,17 +34,8 @@ if TYPE_CHECKING:
     from consumers.trainer.records.samples import Terms
     from schemas.config import TidemillConfig
 
-MODULES = {
-    "aim": ["aim"],
-    "clearml": ["clearml"],
-    "comet_ml": ["comet_ml"],
-    "dvclive": ["dvclive"],
-    "mlflow": ["mlflow"],
-    "swanlab": ["swanlab"],
-    "tensorboard": ["tensorboard", "tensorboardX"],
-    "trackio": ["trackio"],
-    "wandb": ["wandb"],
-}
+_NAMES = ("aim", "clearml", "comet_ml", "dvclive", "mlflow", "swanlab", "tensorboard", "trackio", "wandb")
+MODULES = {name: [name, "tensorboardX"] if name == "tensorboard" else [name] for name in _NAMES}
 """accelerate's trackers, and the modules that each can be imported from; the first is also its name for pip."""
 
 VARIABLES = {
