@@ -68,6 +68,7 @@ class Ranks:
         self.world: int = self.accelerator.num_processes
         self.rank: int = self.accelerator.process_index
         self.layout = Layout.of(self.world, parallel or ParallelConfig())
+        self._gradient_parts = self.layout.gradient_parts
         self.dp_size = self.layout.dp_size
         self.dp_rank = self.layout.dp_rank_of(self.rank)
 
@@ -234,8 +235,7 @@ class Ranks:
 
     def backward(self, loss: Tensor) -> None:
         """Run backward from this rank's part of a sum over data parts, and undo that sharding averages gradients."""
-        parts = self.layout.gradient_parts
-        (loss * parts if parts > 1 else loss).backward()
+        (loss * self._gradient_parts if self._gradient_parts > 1 else loss).backward()
 
     def clip_grad_norm(self, parameters: Iterable[nn.Parameter], limit: float) -> float:
         """Scale gradients to a global norm of at most ``limit``; returns the norm before, to the bit on all ranks."""
