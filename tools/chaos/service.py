@@ -336,7 +336,7 @@ def _trainer(evidence: EvidenceWriter, folder: Path) -> None:
     def logging(original: Callable[..., Any]) -> Callable[..., Any]:
         def log_trained(self: StepLog, batch: Any) -> None:
             original(self, batch)
-            evidence.write("step", step=batch.record.step, leader_term=self._session.leader_term, **last)
+            evidence.write("step", step=batch.record.step, leader_term=self._context.session.leader_term, **last)
 
         return log_trained
 

@@ -20,8 +20,8 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from consumers.trainer.algorithms.advantages import Advantage, one_each
-from consumers.trainer.data.rows import CutRow, Floats, Ints, Samples
+from consumers.trainer.algorithms.advantages import Advantage, Floats, Ints, one_each
+from consumers.trainer.data.rows import CutRow, Samples
 from schemas.codec import Array
 from schemas.messages import Trajectory
 

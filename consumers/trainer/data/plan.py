@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import numpy.typing as npt
 
-from consumers.trainer.algorithms.advantages import Aggregation, Totals, one_each
+from consumers.trainer.algorithms.advantages import Aggregation, Floats, Ints, Totals, one_each
 from consumers.trainer.data.collate import MicroBatch, collate
 from consumers.trainer.data.credit import AnyAdvantage, Credit, give_credit
 from consumers.trainer.data.groups import Group
@@ -25,7 +25,7 @@ from consumers.trainer.data.load_balancing import (
     work,
 )
 from consumers.trainer.data.patches import ImageFiles
-from consumers.trainer.data.rows import Floats, Ints, Samples, TrainRow, choose, cut
+from consumers.trainer.data.rows import Samples, TrainRow, choose, cut
 from schemas.images import ImageSettings
 from schemas.messages import TENANT
 
