@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
@@ -49,9 +49,9 @@ class Snapshot:
         """
         failure: Exception | None = None
         try:
-            with nullcontext() if self._ready is None else torch.Stream(self._device):
+            with ExitStack() as stack:
                 if self._ready is not None:
-                    torch.accelerator.current_stream(self._device).wait_event(self._ready)
+                    stack.enter_context(torch.Stream(self._device)).wait_event(self._ready)
                 self._file.write(self._pieces, b"" if self._file.rank else self._layout.head)
         except RuntimeError as error:
             failure = error
