@@ -27,10 +27,7 @@ class PlanChange:
 
 
 def rehearse_apart(config: TidemillConfig, ranks: int, on_gpu: bool = True, limit_s: float = LIMIT_S) -> dict[str, Any]:
-    """Return the StepSize of rank 0 of ``ranks`` as a child process computes it; ConfigError if it cannot be computed.
-
-    on_gpu: see rehearse. limit_s: seconds that it may take.
-    """
+    """Return what ``rehearse`` does, computed by a child process; ConfigError if it can't be within ``limit_s``."""
     question = {"config": dump_config(config), "ranks": ranks, "on_gpu": on_gpu}
     named = f"model.path {config.model.path!r}"
     try:
@@ -45,23 +42,20 @@ def rehearse_apart(config: TidemillConfig, ranks: int, on_gpu: bool = True, limi
 
 
 def changes(config: TidemillConfig, ranks: int, shared: bool) -> list[PlanChange]:
-    """Return the single settings that are worth trying."""
-    trainer = config.trainer
-    found = [PlanChange(f"{2 * ranks} ranks", 2 * ranks, {})]
+    trainer, optimizer, half = config.trainer, config.trainer.optimizer, config.trainer.micro_batch_tokens // 2
+    found: dict[str, dict[str, Any]] = {}
     if trainer.activation_checkpointing in (False, "auto"):
-        found.append(PlanChange("trainer.activation_checkpointing=true", ranks, {"activation_checkpointing": True}))
-    if (half := trainer.micro_batch_tokens // 2) >= config.model.max_length:
-        found.append(PlanChange(f"trainer.micro_batch_tokens={half}", ranks, {"micro_batch_tokens": half}))
+        found["activation_checkpointing=true"] = {"activation_checkpointing": True}
+    if half >= config.model.max_length:
+        found[f"micro_batch_tokens={half}"] = {"micro_batch_tokens": half}
     if not trainer.parallel.reshard:
-        parallel = {**trainer.parallel.model_dump(), "reshard": True}
-        found.append(PlanChange("trainer.parallel.reshard=true", ranks, {"parallel": parallel}))
+        found["parallel.reshard=true"] = {"parallel": {**trainer.parallel.model_dump(), "reshard": True}}
     if trainer.lora is None and trainer.parallel.tensor == 1:
-        found.append(PlanChange("trainer.lora.rank=16", ranks, {"lora": {"rank": 16}}))
-    optimizer = trainer.optimizer
+        found["lora.rank=16"] = {"lora": {"rank": 16}}
     if trainer.lora is None and optimizer.name != "adamw_8bit" and not optimizer.offload:
-        values = {**optimizer.model_dump(exclude_unset=True), "offload": True}
-        found.append(PlanChange("trainer.optimizer.offload=true", ranks, {"optimizer": values}))
-    return [change for change in found if not (shared and change.ranks > ranks)]
+        found["optimizer.offload=true"] = {"optimizer": {**optimizer.model_dump(exclude_unset=True), "offload": True}}
+    more = [] if shared else [PlanChange(f"{2 * ranks} ranks", 2 * ranks, {})]
+    return more + [PlanChange(f"trainer.{text}", ranks, values) for text, values in found.items()]
 
 
 def layouts(config: TidemillConfig, ranks: int) -> list[PlanChange]:

@@ -43,10 +43,7 @@ def engine_width(config: TidemillConfig) -> int:
 
 @dataclass(frozen=True)
 class DeviceQuota:
-    """The devices that a run holds, and how many it may. most: supervisor.max_devices. trainer: devices of it.
-
-    widths: devices of one generator, by the name that orders have for its kind; other roles hold none.
-    """
+    """The devices that a run may hold: ``most``, the trainer's, and ``widths`` of one generator, by an order's kind."""
 
     most: int | None = None
     trainer: int = 0
@@ -54,7 +51,6 @@ class DeviceQuota:
 
     @classmethod
     def of(cls, config: TidemillConfig) -> DeviceQuota:
-        """Take the sizes from the configuration."""
         given = config.control.devices
         kinds = {scaled_role("generator", pool): one for pool, one in by_pool(config).items()}
         widths = {kind: given.get(kind) or engine_width(one) for kind, one in kinds.items()}
@@ -62,10 +58,7 @@ class DeviceQuota:
 
     @classmethod
     def check(cls, config: TidemillConfig, trainer: int | None = None, generators: int | None = None) -> DeviceQuota:
-        """Return the quota of a run; ConfigError if the run would start with more devices.
-
-        trainer, generators: devices of the trainer, and generators of each kind, where a launcher has its own numbers.
-        """
+        """Return a run's quota; ConfigError if it starts with more. trainer, generators: a launcher's own numbers."""
         quota = cls.of(config)
         quota = quota if trainer is None else replace(quota, trainer=trainer)
         sizes = {scaled_role("generator", pool): one.generator.replicas for pool, one in by_pool(config).items()}
@@ -137,10 +130,7 @@ class ClusterRates:
 
 @dataclass(frozen=True)
 class PoolPart:
-    """Generators of a pool, with rates of their own. generator_gpus: of each; 0 on machines that have only them.
-
-    shared: whether these are on GPUs of the trainer.
-    """
+    """Generators of a pool. generator_gpus: of each, 0 on their own machines. shared: are on the trainer's GPUs."""
 
     name: str
     generators: int
@@ -187,7 +177,6 @@ class ClusterLayout:
 
     @property
     def by_pool(self) -> dict[str, int]:
-        """Return the number of generators of each pool."""
         found = Counter[str]()
         for part in self.pools:
             found[part.name] += part.generators

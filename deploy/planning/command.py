@@ -39,9 +39,8 @@ def plan(
 ) -> dict[str, Any]:
     """Print the plans of each staleness, and the settings of the one to start from, up to the configured staleness.
 
-    trained: tokens a second of one GPU of the trainer; sampled: of a full generator; mean: tokens of an answer. None:
-    as the run in the configuration's folder measured them, or else as they were ``computed``, see figures, or else as
-    ClusterRates state them. as_json: print nothing, and return all of it.
+    trained: tokens a second of one GPU of the trainer; sampled: of a full generator; mean: tokens of an answer; None
+    and ``computed``: see figures. as_json: print nothing, and return all of it.
     """
     known = figures(config, trained, sampled, mean, computed=computed)
     plans = [make(config, gpus, staleness, known) for staleness in STALENESS]
@@ -72,16 +71,10 @@ def plan(
         table.add_column(column, justify="right")
     for one in plans:
         row = describe(one)
-        table.add_row(
-            str(row["staleness"]),
-            ", ".join(f"{count} {name}" for name, count in row["pools"].items()) or str(row["generators"]),
-            str(row["trainers"]),
-            str(row["window"]),
-            f"{row['step_s']:.1f} s",
-            f"{row['tokens_per_s']:,.0f}",
-            f"{row['trainer_busy']:.0%}",
-            style="bold" if one is chosen else None,
-        )
+        generators = ", ".join(f"{count} {name}" for name, count in row["pools"].items()) or row["generators"]
+        counts = (row["staleness"], generators, row["trainers"], row["window"])
+        speed = f"{row['step_s']:.1f} s", f"{row['tokens_per_s']:,.0f}", f"{row['trainer_busy']:.0%}"
+        table.add_row(*map(str, counts), *speed, style="bold" if one is chosen else None)
     Console().print(table)
     typer.echo("start from: " + " ".join(f"{name}={value}" for name, value in settings(chosen, config.pools).items()))
     for text in advise(compared, chosen, known):
@@ -90,7 +83,6 @@ def plan(
 
 
 def make(config: TidemillConfig, gpus: int, staleness: int, known: Known) -> Plan:
-    """Find the best layout at a staleness."""
     return best(
         gpus,
         config.trainer.batch_groups,
@@ -109,8 +101,7 @@ def compare(config: TidemillConfig, known: Known, chosen: Plan) -> dict[str, Pla
     """Simulate ``turns``, the best of generators on the trainer's GPUs, and what ``placement`` names, if it is set.
 
     That is ``placement``, beside ``best_split`` of its GPUs at the configured staleness, and ``placement_in_turns``
-    with generators on all of its trainer's GPUs. With pools there is also ``strict_order``: what ``flow.window: 1``
-    would give.
+    with generators on all of its trainer's GPUs. With pools there is also ``strict_order``, with ``flow.window: 1``.
     """
     rates, mix, unit = known.rates, known.mix, config.trainer.parallel.unit
     pools = pool_parts(config, None, known)
@@ -170,16 +161,12 @@ def advise(compared: Mapping[str, Plan], chosen: Plan, known: Known) -> Iterator
 
 
 def choose(plans: list[Plan]) -> Plan:
-    """Choose the least staleness with nearly the best throughput. It is not above the configured one.
-
-    What more staleness costs in quality is not simulated, so the bound is raised by the user only.
-    """
+    """Choose the least staleness with nearly the best throughput: what it costs in quality is not simulated."""
     most = max(plan.outcome.tokens_per_s for plan in plans)
     return next(plan for plan in plans if plan.outcome.tokens_per_s >= NEARLY * most)
 
 
 def describe(plan: Plan) -> dict[str, Any]:
-    """Make the row of a plan."""
     layout, outcome = plan.layout, plan.outcome
     return {
         "staleness": layout.staleness,

@@ -18,7 +18,6 @@ from deploy.planning.cards import (
     TRANSFER,
     USABLE,
     Card,
-    Links,
     StepTime,
     find_card,
     find_links,
@@ -100,15 +99,31 @@ def fit(
 ) -> Fit:
     """Print and return what a rank and an engine need of a card, and what helps if the trainer does not fit.
 
-    link: see find_links. search: whether each layout of the trainer's ranks is computed, to name the fastest that fits.
-    quiet: print nothing.
+    link: see find_links. search: compute each layout of the trainer's ranks, to name the fastest. quiet: print nothing.
     """
-    card, links = find_card(gpu), find_links(link, gpu)
-    ranks = trainer_ranks(config, gpus)
-    found = compute_fit(config, ranks, card, links, shared=gpus == 1 and config.placement is None, search=search)
+    card, links, pools, parallel = find_card(gpu), find_links(link, gpu), by_pool(config), config.trainer.parallel
+    ranks, shared = trainer_ranks(config, gpus), gpus == 1 and config.placement is None
+    room = trainer_room(pools, card.memory, shared)
+    size = rehearse_apart(config, ranks)
+    others = size_changes(config, changes(config, ranks, shared)) if total(size) > room else {}
+    tried = {CONFIGURED: size, **{text: one for text, one in others.items() if total(one) < total(size)}}
+    times = {text: step_time(one, card, links) for text, one in tried.items()}
+    rows = [
+        LayoutRow(text, total(one), room - total(one), step_time(one, card, links).total)
+        for text, one in (size_changes(config, layouts(config, ranks)) if search else {}).items()
+    ]
+    # Those that fit first, and of these the fastest.
+    rows.sort(key=lambda row: (row.left < 0, row.seconds if row.left >= 0 else -row.left))
+    engines = {
+        pool: replace(engine, rate=_sampled(engine, pools[pool], card))
+        for pool, engine in size_engines(
+            pools, size["model_parameters"], card.memory, shared, size.get("in_4_bits", 0)
+        ).items()
+    }
+    trained = size["tokens"] * size["micro_batches"] / (parallel.tensor * parallel.context) / times[CONFIGURED].total
+    found = Fit(ranks, card.memory, room, tried, times, engines, rows, trained)
     if quiet:
         return found
-    size = found.tried[CONFIGURED]
     typer.echo(
         f"{size['model_parameters'] / 1e9:.2f} B parameters, the trainer on {ranks} of {gpus} {gpu.lower()},"
         f" micro-batches of {size['tokens']:,} tokens, {size['micro_batches']} a rank in a step"
@@ -146,36 +161,8 @@ def describe_engine(engine: EngineSize, max_length: int) -> str:
     return f"{engine.weights / GIB:.1f} GiB of weights on a GPU, {cache}"
 
 
-def compute_fit(config: TidemillConfig, ranks: int, card: Card, links: Links, shared: bool, search: bool) -> Fit:
-    """Compute the step as configured, and with changes if it does not fit. shared: with engines on one card."""
-    pools = by_pool(config)
-    room = trainer_room(pools, card.memory, shared)
-    size = rehearse_apart(config, ranks)
-    others = size_changes(config, changes(config, ranks, shared)) if total(size) > room else {}
-    tried = {CONFIGURED: size, **{text: one for text, one in others.items() if total(one) < total(size)}}
-    times = {text: step_time(one, card, links) for text, one in tried.items()}
-    rows = [
-        LayoutRow(text, total(one), room - total(one), step_time(one, card, links).total)
-        for text, one in (size_changes(config, layouts(config, ranks)) if search else {}).items()
-    ]
-    # Those that fit first, and of these the fastest.
-    rows.sort(key=lambda row: (row.left < 0, row.seconds if row.left >= 0 else -row.left))
-    engines = {
-        pool: replace(engine, rate=_sampled(engine, pools[pool], card))
-        for pool, engine in size_engines(
-            pools, size["model_parameters"], card.memory, shared, size.get("in_4_bits", 0)
-        ).items()
-    }
-    parallel = config.trainer.parallel
-    trained = size["tokens"] * size["micro_batches"] / (parallel.tensor * parallel.context) / times[CONFIGURED].total
-    return Fit(ranks, card.memory, room, tried, times, engines, rows, trained)
-
-
 def _sampled(engine: EngineSize, config: TidemillConfig, card: Card) -> float | None:
-    """Return the tokens a second of a full engine, each of which reads the weights once for all samples in flight.
-
-    These are half as long as model.max_length, in the mean.
-    """
+    """Return a full engine's tokens a second: its samples, of half max_length, share each reading of the weights."""
     if engine.token is None or engine.samples is None:
         return None
     samples = min(engine.samples, config.generator.max_samples)
@@ -207,10 +194,8 @@ def as_json(found: Fit) -> dict[str, Any]:
 def _print_verdict(found: Fit) -> None:
     room = found.room / GIB
     left = room - total(found.tried[CONFIGURED]) / GIB
-    if left >= 0:
-        typer.echo(f"fits: {left:.1f} GiB are left of the {room:.1f} that tensors can have")
-    else:
-        typer.echo(f"does not fit: {-left:.1f} GiB are missing of the {room:.1f} that tensors can have")
+    verdict = f"fits: {left:.1f} GiB are left" if left >= 0 else f"does not fit: {-left:.1f} GiB are missing"
+    typer.echo(f"{verdict} of the {room:.1f} that tensors can have")
     if (best := found.best) is not None:
         enough = "it fits then" if total(found.tried[best]) <= found.room else "which is not enough by itself"
         typer.echo(f"helps most: {best}, {enough}")
@@ -306,10 +291,7 @@ def size_engines(
 
 
 def vllm_shares(pools: Mapping[str, TidemillConfig], shared: bool) -> dict[str, float]:
-    """Return the share of a card that an engine of each pool takes, 0 for another than vLLM. shared: see trainer_room.
-
-    pools: the configuration of each; of those without generators nothing.
-    """
+    """Return the share of a card for an engine of each pool with generators, 0 if not vLLM's. shared: trainer_room."""
     there = {pool: one.generator for pool, one in pools.items() if one.generator.replicas}
     usual = SHARED / sum(each.replicas for each in there.values()) if shared and there else VLLM_SHARE
     return {

@@ -8,6 +8,7 @@ import math
 import os
 from collections import Counter
 from dataclasses import asdict, replace
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -43,13 +44,6 @@ from schemas.errors import ConfigError
 from schemas.model_folder import check_quantised
 
 
-class _Alone:
-    """A channel to ranks that do not exist."""
-
-    def send(self, rank: int, data: bytes) -> None:
-        """Send nothing."""
-
-
 def rehearse(config: TidemillConfig, ranks: int, on_gpu: bool = True) -> StepSize:
     """Run the step of rank 0 of ``ranks`` on shapes; ConfigError names what cannot be computed so.
 
@@ -61,7 +55,8 @@ def rehearse(config: TidemillConfig, ranks: int, on_gpu: bool = True) -> StepSiz
     joined = Ranks(parallel=config.trainer.parallel)
     # Fake tensors tell "cpu" from "cpu:0".
     joined.accelerator.state.device = torch.device("cpu")
-    joined.__dict__["channel"] = _Alone()
+    # A channel to ranks that do not exist.
+    joined.__dict__["channel"] = SimpleNamespace(send=lambda rank, data: None)
     if ranks == 1 and config.model.dtype == "float32":
         # Moving fake tensors to the device that they are on fails.
         joined.prepare = lambda model, *_: model  # type: ignore[method-assign]
@@ -75,9 +70,7 @@ def rehearse(config: TidemillConfig, ranks: int, on_gpu: bool = True) -> StepSiz
         torch.autograd.graph.save_on_cpu = SavedAway  # type: ignore[assignment, misc]
     optimizers._build_8bit = _Sized8bit
     try:
-        named = config.model
-        vision = named.kind == "vision"
-        model = load_model(named.path, "float32", named.trust_remote_code, vision, empty=True, adapted=True)
+        model, _ = _load_empty(config, None, "float32", adapted=True)
         critic = config.trainer.critic
         others = config.trainer.kl.model or (critic and critic.model)
         depths = None if others else find_depths(model)
@@ -123,14 +116,10 @@ def _reference_on_host(config: TidemillConfig) -> bool:
 def _empty_policy(
     config: TidemillConfig, tried: dict[str, bool], fake: FakeTensorMode, reference: bool = False
 ) -> Policy:
-    """Make the policy of a run, or its reference, of tensors without data."""
     settings = None if reference else config.trainer.lora
-    model = config.model
-    dtype = model.dtype if reference or settings is not None else "float32"
-    path = (config.trainer.kl.model if reference else None) or model.path
-    vision = model.kind == "vision"
-    causal_lm = load_model(path, dtype, model.trust_remote_code, vision, empty=True, adapted=settings is not None)
-    tower = VisionTower(causal_lm, image_settings_of(model), model.freeze_vision) if vision else None
+    dtype = config.model.dtype if reference or settings is not None else "float32"
+    path = config.trainer.kl.model if reference else None
+    causal_lm, tower = _load_empty(config, path, dtype, adapted=settings is not None)
     adapter = None if settings is None else adapt(causal_lm, settings, "", config.run.seed)
     # It tries nothing on a model without weights.
     policy = Policy(causal_lm, adapter, tower)
@@ -145,16 +134,19 @@ def _empty_policy(
 def _empty_critic(
     config: TidemillConfig, settings: CriticConfig, tried: dict[str, bool], fake: FakeTensorMode
 ) -> Critic:
-    """Make the critic of a run of tensors without data."""
-    model = config.model
-    path = settings.model or model.path
-    vision = model.kind == "vision"
-    causal_lm = load_model(path, "float32", model.trust_remote_code, vision, empty=True, max_length=model.max_length)
-    tower = VisionTower(causal_lm, image_settings_of(model), model.freeze_vision) if vision else None
+    causal_lm, tower = _load_empty(config, settings.model, "float32", max_length=config.model.max_length)
     critic = Critic(causal_lm, tower)
     critic.adopt(tried)
     _empty(causal_lm, fake)
     return critic
+
+
+def _load_empty(
+    config: TidemillConfig, path: str | None, dtype: str, **more: Any
+) -> tuple[PreTrainedModel, VisionTower | None]:
+    model, vision = config.model, config.model.kind == "vision"
+    causal_lm = load_model(path or model.path, dtype, model.trust_remote_code, vision, empty=True, **more)
+    return causal_lm, VisionTower(causal_lm, image_settings_of(model), model.freeze_vision) if vision else None
 
 
 def _empty(model: PreTrainedModel, fake: FakeTensorMode) -> None:
@@ -164,10 +156,7 @@ def _empty(model: PreTrainedModel, fake: FakeTensorMode) -> None:
 
 
 def make_batch(config: TidemillConfig, layout: Layout) -> list[MicroBatch]:
-    """Make full micro-batches of the longest samples, without a shared prefix: the most that a step can meet.
-
-    Each sample of a vision model has one image, a square of as many pixels as the model takes and the prompt has room.
-    """
+    """Make full micro-batches of the longest samples, of a vision model with a square image each; no shared prefix."""
     budget, longest = config.trainer.micro_batch_tokens * layout.context, config.model.max_length
     rows = [longest] * max(1, budget // longest)
     rest = budget - sum(rows)
@@ -260,24 +249,19 @@ def _measure(
     with ledger.watch_resizes(), shapes.watch_reads(), shapes:
         shapes.waits.clear()
         step.run(StepBatch(batch), 0)
-    changed = watch.changed
     temporary = max(0, ledger.peak - base - watch.gradients - watch.kept)
     tokens = int((batch[0].lengths + 1).sum())
     count = micro_batches(config, tokens, step.ranks.dp_size)
     if on_gpu:
         # A step begins by moving all of its micro-batches.
         temporary += (count - 1) * _bytes(images)
+    operators, traffic = Counter[tuple[int, int]](), Counter[Traffic]()
     # Of a step's many micro-batches few were computed, and of its updates one an epoch.
-    once = Counter({key: calls * config.trainer.minibatches for key, calls in changed.operators.items()})
-    operators = Counter(
-        {key: calls * count // len(batch) for key, calls in shapes.work.since(changed).operators.items()}
-    )
-    operators.update(once)
-    traffic: Counter[Traffic] = Counter()
-    for each in _traffic(shapes.work.since(changed), step.ranks):
-        traffic[replace(each, sent=0)] += each.sent * count // len(batch)
-    for each in _traffic(changed, step.ranks):
-        traffic[replace(each, sent=0)] += each.sent * config.trainer.minibatches
+    for work, times, computed in ((shapes.work, count, len(batch)), (watch.changed, config.trainer.minibatches, 1)):
+        for key, calls in work.operators.items():
+            operators[key] += calls * times // computed
+        for each in _traffic(work, step.ranks):
+            traffic[replace(each, sent=0)] += each.sent * times // computed
     if away:
         each_way = _bytes(away) * config.trainer.minibatches * config.trainer.epochs
         traffic[Traffic(MAIN_MEMORY, "optimizer state", 1, 1, False, 0)] += each_way
@@ -292,7 +276,7 @@ def _measure(
         micro_batches=count,
         flops=WorkLedger(operators).flops,
         operators=[(*key, calls) for key, calls in operators.items()],
-        traffic=[replace(key, sent=sent) for key, sent in traffic.items()],
+        traffic=[replace(each, sent=sent) for each, sent in traffic.items()],
         waits=sorted(watch.waits),
         step_waits=sorted((shapes.waits | watch.between) - watch.waits),
         main_memory=_bytes(away),
@@ -348,9 +332,9 @@ class _Sized8bit(LocalAdamW):
 class _Watch:
     """What is in memory when a backward pass begins and ends, and the work of optimizers.
 
-    kept: bytes for backward, at the most. gradients: their bytes. changed: the work of updates. waits: functions that
-    wait for the device in micro-batches. between: those that wait after one model's last backward pass and before
-    another's first.
+    kept: bytes for backward, at the most. gradients: their bytes. changed: the work of updates, that ``shapes`` lacks.
+    waits: functions that wait for the device in micro-batches. between: those that wait after one model's last
+    backward pass and before another's first.
     """
 
     def __init__(self, step: TrainStep, shapes: ShapesOnly, ledger: MemoryLedger, base: int) -> None:
@@ -378,9 +362,9 @@ class _Watch:
             self._shapes.waits.clear()
 
         def watched_change() -> None:
-            before = self._shapes.work.copy()
+            others, self._shapes.work = self._shapes.work, self.changed
             change()
-            self.changed = self.changed.plus(self._shapes.work.since(before))
+            self._shapes.work = others
 
         update.backward = watched  # type: ignore[method-assign]
         update.optimizer.step = watched_change  # type: ignore[assignment, method-assign]

@@ -109,12 +109,10 @@ class _Server(socketserver.ForkingMixIn, socketserver.UnixStreamServer):
         return True
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Answer with the reason."""
         error = sys.exception()
         request.sendall(json.dumps({"failed": f"{type(error).__name__}: {error}"}).encode() + b"\n")
 
     def serve(self) -> None:
-        """Answer until it is no longer needed."""
         parent = os.getppid()
         while os.getppid() == parent and (self.active_children or time.monotonic() - self.asked < IDLE_S):
             self.handle_request()

@@ -42,13 +42,8 @@ class Known:
 def stated(max_tokens: int, max_samples: int) -> Known:
     """Return rates without a run: those of ClusterRates, and answers whose mean is a fifth of the longest."""
     mix = LengthMix(mean=max_tokens / 5, longest=max_tokens)
-    source = {
-        "trained": STATED,
-        "sampled": STATED,
-        "lengths": "stated, a fifth of sampling.max_tokens",
-        "publishing": "stated",
-        "turns": "stated",
-    }
+    source = {"trained": STATED, "sampled": STATED, "lengths": "stated, a fifth of sampling.max_tokens"}
+    source |= {"publishing": "stated", "turns": "stated"}
     return Known(replace(ClusterRates(), most=max_samples), mix, source)
 
 
@@ -143,29 +138,20 @@ def figures(
     )
     known = of_run(config.folder / METRICS, known, ran.trainer.processes, generators, since, sharing, pools, load)
     rates, mix, source, of_pools = known.rates, known.mix, dict(known.source), dict(known.pools)
-    trainer, generator = computed or (None, None)
-    if trainer is not None and source["trained"] == STATED:
-        rates, source["trained"] = replace(rates, trained_tokens_per_s=trainer), COMPUTED
-    if generator is not None and source["sampled"] == STATED:
-        rates, source["sampled"] = sampling_at(rates, generator), COMPUTED
-        of_pools = {name: sampling_at(each, generator) for name, each in of_pools.items()}
-        source |= {f"pool {name}": COMPUTED for name in of_pools}
-    if trained is not None:
-        rates, source["trained"] = replace(rates, trained_tokens_per_s=trained), "given"
-    if sampled is not None:
-        rates, source["sampled"] = sampling_at(rates, sampled), "given"
-        of_pools = {name: sampling_at(each, sampled) for name, each in of_pools.items()}
-        source |= {f"pool {name}": "given" for name in of_pools}
+    for words, trainer, generator in ((COMPUTED, *(computed or (None, None))), ("given", trained, sampled)):
+        if trainer is not None and (words == "given" or source["trained"] == STATED):
+            rates, source["trained"] = replace(rates, trained_tokens_per_s=trainer), words
+        if generator is not None and (words == "given" or source["sampled"] == STATED):
+            rates, source["sampled"] = sampling_at(rates, generator), words
+            of_pools = {name: sampling_at(each, generator) for name, each in of_pools.items()}
+            source |= {f"pool {name}": words for name in of_pools}
     if mean is not None:
         mix, source["lengths"] = replace(mix, mean=mean), "given"
     return Known(rates, mix, source, of_pools)
 
 
 def count_sharing(config: TidemillConfig, running: Mapping[str, int] = MappingProxyType({})) -> Counter[str]:
-    """Return how many generators of each pool have GPUs of the trainer, by ``placement``.
-
-    running: how many there are of each pool, the first ones; by default all that there are GPUs for.
-    """
+    """Return how many of the first ``running`` generators of each pool, or of all, have GPUs of the trainer."""
     placement, found = config.placement, Counter[str]()
     if placement is None or placement.is_auto:
         return found

@@ -1,6 +1,6 @@
 """The best layouts of so many GPUs: how many of them train, and how far the window looks ahead."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from types import MappingProxyType
@@ -60,8 +60,7 @@ def best(
             found[trainers] = max(plans, key=_speed)
         return _speed(found[trainers])
 
-    last = gpus - generator_gpus
-    allowed = [n for n in range(trainer_unit, last + 1, trainer_unit)]
+    allowed = list(range(trainer_unit, gpus - generator_gpus + 1, trainer_unit))
     if not allowed:
         raise ConfigError(
             f"{count_gpus(gpus)} {'is' if gpus == 1 else 'are'} too few: a generator needs {generator_gpus} and the"
@@ -79,10 +78,7 @@ def best(
 
 
 def pool_parts(config: TidemillConfig, gpus: int | None, known: Known) -> list[PoolPart]:
-    """Return the most generators that each pool can have: ``replicas`` if it is set, as on machines of its own.
-
-    gpus: None for the configured number of each.
-    """
+    """Return the most generators of each pool: those that are set, also without ``gpus`` and on machines of its own."""
     found = []
     for name, rates in known.pools.items():
         one, own = of_pool(config, name), bool(config.pools[name].nodes)
@@ -99,11 +95,7 @@ def _with_pools(layout: ClusterLayout, pools: Sequence[PoolPart], gpus: int) -> 
     the longest samples decide.
     """
     found = set()
-    speeds = (
-        _speed_of_gpu,
-        lambda pool: pool.rates.sampled_tokens_per_s() / pool.rates.most,
-    )
-    for speed in speeds:
+    for speed in (_speed_of_gpu, lambda pool: pool.rates.sampled_tokens_per_s() / pool.rates.most):
         parts = _deal(sorted(pools, key=speed, reverse=True), gpus)
         found |= {layout.with_pools(parts[: count + 1]) for count, part in enumerate(parts) if part.generators}
     return found
@@ -128,10 +120,7 @@ def best_in_turns(
     steps: int = 8,
     pools: Sequence[PoolPart] = (),
 ) -> Plan:
-    """Find how many GPUs the trainer and generators use best in turns, on the GPUs and with the window of a split.
-
-    A quarter of the GPUs up to all of them are tried: between these the throughput hardly changes.
-    """
+    """Find the best turns on the GPUs and with the window of a split; between quarters of them little changes."""
     gpus, unit, width = split.layout.gpus, trainer_unit, split.layout.generator_gpus
     tried = sorted({max(unit, round(gpus * quarters / 4) // unit * unit) for quarters in range(1, 5)})
     fitting = (count for count in tried if max(count, gpus - count) >= width)
@@ -141,10 +130,7 @@ def best_in_turns(
 def in_turns(
     plan: Plan, trainers: int, rates: ClusterRates, mix: LengthMix, steps: int = 8, pools: Sequence[PoolPart] = ()
 ) -> Plan:
-    """Return what comes of generators on the trainer's GPUs, too, on all the GPUs of a plan: of the best of its pools.
-
-    pools: of the run, the first of which is taken if the plan has none on these machines.
-    """
+    """Return what a plan gives with generators of its best pool, or else of ``pools``, also on the trainer's GPUs."""
     layout, width = plan.layout, plan.layout.generator_gpus
     if layout.pools:
         own = _deal((pool for pool in layout.pools if not pool.shared), layout.gpus - trainers)
@@ -164,9 +150,9 @@ def simulate(layout: ClusterLayout, rates: ClusterRates, mix: LengthMix, steps: 
     return Plan(layout, Simulation(layout, rates, mix).run(max(steps, 2 * ready), max(FIRST, ready)))
 
 
-def windows(batch: int, staleness: int) -> Iterator[int]:
+def windows(batch: int, staleness: int) -> list[int]:
     """Return the windows to try: strict order, half a batch and a batch, as far as slots allow."""
-    return iter(sorted({1, max(1, batch // 2), batch} if staleness else {1}))
+    return sorted({1, max(1, batch // 2), batch} if staleness else {1})
 
 
 def in_words(plan: Plan) -> str:
@@ -191,12 +177,11 @@ def place(config: TidemillConfig, gpus: int) -> tuple[PlacementConfig, dict[str,
     processes = [least] if fixed else range(least := unit, gpus + 1, unit)
     found: dict[bool, list[Plan]] = {False: [], True: []}
     for trainers in (count for count in processes if count <= gpus):
-        alone = _layout(config, 0, trainers, 0)
+        alone = _trainer_alone(config, trainers)
         splits = _with_pools(alone, pools, gpus - trainers)
-        sharing = (
-            [] if config.cannot_share else [_on_trainers(each, pool) for each in splits or [alone] for pool in pools]
-        )
-        for layout in {*splits, *sharing}:
+        if not config.cannot_share:
+            splits |= {_on_trainers(each, pool) for each in splits or [alone] for pool in pools}
+        for layout in splits:
             if layout.generators:
                 found[layout.shared > 0].append(simulate(layout, known.rates, known.mix, STEPS))
     if not any(found.values()):
@@ -225,10 +210,7 @@ def _on_trainers(layout: ClusterLayout, pool: PoolPart) -> ClusterLayout:
 
 
 def _ranges(layout: ClusterLayout, names: Sequence[str]) -> str:
-    """Return the GPUs of the generators, pool by pool.
-
-    In a pool, those of their own come first, since the last generators are given up first.
-    """
+    """Return the GPUs of the generators by pool: those of their own first, since the last ones are given up first."""
     found, free = [], layout.trainers
     for name, shared in product(names, (False, True)):
         count = sum(
@@ -259,11 +241,9 @@ def wanted_generators(
     sources = [known.source[f"pool {name}" if name else "sampled"] for name in running]
     if placement is None or not sources or not all(source.startswith("measured") for source in sources):
         return None
-    most = (
-        {"": len(placement.engines(engine_width(config)))}
-        if not config.pools
-        else {name: one.generator.replicas for name, one in of_node(config, "").items()}
-    )
+    most = {name: one.generator.replicas for name, one in of_node(config, "").items()}
+    if not config.pools:
+        most[""] = len(placement.engines(engine_width(config)))
     pools = [
         PoolPart(
             name,
@@ -277,7 +257,7 @@ def wanted_generators(
     tried = [counts]
     for pool in sorted(pools, key=_speed_of_gpu, reverse=True):
         tried += [counts := {**counts, pool.name: count} for count in range(2, pool.generators + 1)]
-    alone = _layout(config, 0, len(parse_ranges(placement.trainer)), 0)
+    alone = _trainer_alone(config, len(parse_ranges(placement.trainer)))
 
     def speed(counts: Mapping[str, int]) -> float:
         sharing = count_sharing(config, counts)
@@ -296,10 +276,9 @@ def _speed_of_gpu(pool: PoolPart) -> float:
     return pool.rates.sampled_tokens_per_s() / (pool.generator_gpus or 1)
 
 
-def _layout(config: TidemillConfig, generators: int, trainers: int, shared: int) -> ClusterLayout:
-    flow, width = config.flow, engine_width(config)
-    batch, samples = config.trainer.batch_groups, config.sampling.n
-    return ClusterLayout(generators, trainers, batch, samples, flow.staleness, flow.window, width, shared)
+def _trainer_alone(config: TidemillConfig, trainers: int) -> ClusterLayout:
+    flow, batch, samples = config.flow, config.trainer.batch_groups, config.sampling.n
+    return ClusterLayout(0, trainers, batch, samples, flow.staleness, flow.window, engine_width(config))
 
 
 def _speed(plan: Plan) -> float:

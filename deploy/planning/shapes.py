@@ -162,7 +162,8 @@ class ShapesOnly(TorchDispatchMode):
         packet = func._overloadpacket
         if packet is _aten._grouped_mm and args[0].dtype != torch.bfloat16:
             # PyTorch describes its shapes in this type only.
-            dtype, args = args[0].dtype, tree_map_only(FakeTensor, _in_bfloat16, args)
+            dtype = args[0].dtype
+            args = tree_map_only(FakeTensor, lambda t: t.bfloat16() if t.is_floating_point() else t, args)
             with self._fake:
                 return func(*args, **{**kwargs, "out_dtype": None}).to(dtype)
         if packet in _INDEXED:
@@ -170,10 +171,6 @@ class ShapesOnly(TorchDispatchMode):
             args = (args[0], [part for index in args[1] for part in _places(index)], *args[2:])
         with self._fake:
             return func(*args, **kwargs)
-
-
-def _in_bfloat16(tensor: Tensor) -> Tensor:
-    return tensor.bfloat16() if tensor.is_floating_point() else tensor
 
 
 class SavedAway(torch.autograd.graph.saved_tensors_hooks):

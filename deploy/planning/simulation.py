@@ -49,10 +49,7 @@ class SimulationResult:
 
 @dataclass
 class _Generator:
-    """An engine. clock: tokens that a sample here since the beginning would have, at the time ``at``.
-
-    ends: at which clock samples end, with their tasks and lengths.
-    """
+    """An engine. clock: tokens of a sample here since the beginning, at time ``at``. ends: clock, task and length."""
 
     rates: ClusterRates
     clock: float = 0.0
@@ -194,7 +191,6 @@ class Simulation:
             self._train()
 
     def _train(self) -> None:
-        """Take complete groups in the trainer's order, and train when there are enough."""
         if self._training:
             return
         while len(self._taken) < self._layout.batch:
@@ -253,9 +249,10 @@ class Simulation:
         if self._complete is not None:
             return self._complete.popleft() if self._complete else None
         slot = self._buffer.choose([Slot(task, task) for task in islice(self._untaken, self._layout.window)])
-        if slot is not None:
-            self._buffer.take(slot.task_id)
-        return slot.task_id if slot else None
+        if slot is None:
+            return None
+        self._buffer.take(slot.task_id)
+        return slot.task_id
 
     def _end_step(self, seconds: float, tokens: int) -> None:
         age = self._version - min(self._admitted[task] for task in self._taken)

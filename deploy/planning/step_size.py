@@ -11,12 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-    PretrainedConfig,
-    PreTrainedModel,
-)
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig, PreTrainedModel
 
 from consumers.trainer.model.policy import Policy
 from schemas.config import TidemillConfig, dump_config, parse_config
@@ -25,7 +20,6 @@ from schemas.model_folder import load_model_config, resolve_folder
 
 LEAST_LAYERS, MORE_LAYERS = 3, 2
 """Layers of the smaller model that is computed in place of a large one, and how many the larger has more."""
-
 SMALL_TOWER: dict[str, Any] = {"depth": 2, "hidden_size": 64, "intermediate_size": 64, "num_heads": 4}
 SMALL_TOWER |= {"out_hidden_size": 64, "deepstack_visual_indexes": [0], "fullatt_block_indexes": [1]}
 """Sizes of a small tower for a small model of text."""
@@ -147,10 +141,7 @@ def shrink(settings: PretrainedConfig) -> PretrainedConfig:
 
 @contextmanager
 def cut_to(config: TidemillConfig, layers: int, checkpointed: bool) -> Iterator[TidemillConfig]:
-    """Give a configuration whose model is the same with its first ``layers`` alone.
-
-    checkpointed: what trainer.activation_checkpointing ``auto`` means for the whole model.
-    """
+    """Give a configuration whose model has its first layers alone. checkpointed: what ``auto`` means for the whole."""
     folder = resolve_folder(config.model.path, weights=False)
     with tempfile.TemporaryDirectory() as cut:
         for file in Path(folder).iterdir():

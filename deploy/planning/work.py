@@ -45,10 +45,7 @@ class Collective:
 
 @dataclass
 class WorkLedger:
-    """The work of one rank so far.
-
-    operators: how often operators of (FLOPs, bytes read and written) were called. messages: bytes of collectives.
-    """
+    """The work of one rank so far: calls of operators by (FLOPs, bytes read and written), and bytes of collectives."""
 
     operators: Counter[tuple[int, int]] = field(default_factory=Counter)
     messages: Counter[Collective] = field(default_factory=Counter)
@@ -60,30 +57,16 @@ class WorkLedger:
 
     def note(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         """Count a call of an operator that returned ``out``."""
-        if func.namespace in _COLLECTIVES:
-            self._note_collective(func, args, out)
-        elif not func.is_view:
-            self.operators[_flops(func, args, kwargs, out), _moved(func, args, kwargs, out)] += 1
-
-    def _note_collective(self, func: Any, args: tuple[Any, ...], out: Any) -> None:
+        if func.namespace not in _COLLECTIVES:
+            if not func.is_view:
+                self.operators[_flops(func, args, kwargs, out), _moved(func, args, kwargs, out)] += 1
+            return
         name = func._overloadpacket.__name__.replace("_", "")
         kind = next((kind for part, kind in _KINDS.items() if part in name), None)
         group = next((found for each in args if (found := _group(each)) is not None), None)
         if kind is not None and group is not None and group.size() > 1:
             ranks = tuple(dist.get_process_group_ranks(group))
             self.messages[Collective(kind, ranks)] += max(_bytes(part) for part in (*args, out))
-
-    def copy(self) -> WorkLedger:
-        """Return the work until now."""
-        return WorkLedger(self.operators.copy(), self.messages.copy())
-
-    def plus(self, other: WorkLedger) -> WorkLedger:
-        """Return the work of both."""
-        return WorkLedger(self.operators + other.operators, self.messages + other.messages)
-
-    def since(self, before: WorkLedger) -> WorkLedger:
-        """Return the work done after ``before``."""
-        return WorkLedger(self.operators - before.operators, self.messages - before.messages)
 
 
 def _flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
@@ -96,7 +79,6 @@ def _flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -
 
 
 def _moved(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
-    """Return the bytes that an operator reads and writes."""
     if "empty" in func._overloadpacket.__name__:
         return 0
     if func is _aten.embedding.default:
@@ -129,17 +111,13 @@ def _grouped_products(left: Tensor, right: Tensor, *_: Any, **__: Any) -> int:
     return 2 * left.numel() * int(right.shape[-1]) // experts
 
 
-def _cpu_attention(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
-    return int(sdpa_flop_count(query.shape, key.shape, value.shape))
-
-
-def _cpu_attention_backward(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
-    return int(sdpa_backward_flop_count(grad.shape, query.shape, key.shape, value.shape))
-
-
 _FORMULAS: dict[Any, Any] = {
     # PyTorch's counter leaves these out.
     _aten._grouped_mm: _grouped_products,
-    _aten._scaled_dot_product_flash_attention_for_cpu: _cpu_attention,
-    _aten._scaled_dot_product_flash_attention_for_cpu_backward: _cpu_attention_backward,
+    _aten._scaled_dot_product_flash_attention_for_cpu: lambda query, key, value, *_, **__: sdpa_flop_count(
+        query.shape, key.shape, value.shape
+    ),
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward: lambda *given, **__: sdpa_backward_flop_count(
+        *(tensor.shape for tensor in given[:4])
+    ),
 }

@@ -67,10 +67,9 @@ def measure_step(config: TidemillConfig, ranks: Ranks | None = None) -> dict[str
             found["gradients"] = max(found["gradients"], gradients)
 
         def watched_change() -> None:
-            nonlocal changing
-            before = counted.work.copy()
+            others, counted.work = counted.work, changing
             change()
-            changing = changing.plus(counted.work.since(before))
+            counted.work = others
 
         update.backward = watched  # type: ignore[method-assign]
         update.optimizer.step = watched_change  # type: ignore[assignment, method-assign]
@@ -90,7 +89,7 @@ def measure_step(config: TidemillConfig, ranks: Ranks | None = None) -> dict[str
     # Two micro-batches were computed, of as many as the step has.
     tokens = int((batch[0].lengths + 1).sum())
     times = micro_batches(config, tokens, step.ranks.dp_size) // len(batch)
-    work = counted.work.since(changing)
+    work = counted.work
     sent: Counter[str] = Counter()
     for ledger, number in ((work, times), (changing, 1)):
         for each, message in ledger.messages.items():
