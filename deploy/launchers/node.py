@@ -6,7 +6,6 @@ run's folder, and machines come and go: what a lost one was doing, others do aga
 
 import re
 import socket
-import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -18,7 +17,7 @@ from broker.heartbeat import HeartbeatThread
 from deploy.checks.names import check_names
 from deploy.launchers.gpus import Gpu, find_gpus
 from deploy.launchers.pool_gpus import plan_node
-from deploy.logs import configure_logging, lossy
+from deploy.logs import configure_logging
 from deploy.services.finished_run import FinishedRunWatch
 from deploy.services.main import command
 from deploy.services.spot_notice import watch_spot_notices
@@ -29,7 +28,7 @@ from deploy.supervisor.services import Change, ServiceSpec
 from deploy.supervisor.supervisor import Supervisor
 from schemas.config import ProbesConfig, TidemillConfig, of_node, save_config
 from schemas.control_api.orders import scaled_role
-from schemas.errors import ERROR_EXIT, HOPELESS, OK_EXIT, ConfigError
+from schemas.errors import OK_EXIT, ConfigError
 from schemas.run_folder import LOGS, NODES
 from schemas.system.gpu_memory import VISIBLE
 
@@ -37,10 +36,7 @@ NAME = "[A-Za-z0-9][A-Za-z0-9._-]{0,62}"
 
 
 class Node(Processes):
-    """This machine's generators, and the starter that gives each its GPUs. ConfigError for what it can't start.
-
-    name: of the machine, its host's by default; a pool's ``nodes`` and the names of generators have it.
-    """
+    """This machine's generators and their starter. name: in a pool's ``nodes``, by default the host's. ConfigError."""
 
     def __init__(self, config: TidemillConfig, name: str | None = None, gpus: Sequence[Gpu] | None = None) -> None:
         self.name = name or socket.gethostname()
@@ -87,7 +83,7 @@ class Node(Processes):
             return OK_EXIT
 
         def note(change: Change) -> None:
-            print(f"{change.service}: {change.text}", file=lossy(sys.stderr))
+            change.print()
             timeline.put(change)
 
         supervisor = Supervisor(config.supervisor, config.folder / LOGS, note, self)
@@ -105,10 +101,7 @@ class Node(Processes):
                 supervisor.add_role(scaled_role("generator", pool), partial(self.spec, file, kind, pool), counts[pool])
             outcome = supervisor.run(lambda: commands.follow(commands.orders))
             supervisor.stop()
-        if outcome.cause is None:
-            return OK_EXIT
-        print(f"tidemill: {outcome.cause}", file=lossy(sys.stderr))
-        return outcome.cause.exit.code if outcome.cause.exit.code in HOPELESS else ERROR_EXIT
+        return OK_EXIT if outcome.cause is None else outcome.report()
 
 
 def run_node(config: TidemillConfig, name: str | None) -> int:

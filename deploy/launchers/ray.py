@@ -25,17 +25,16 @@ from deploy.checks.preflight import check
 from deploy.launcher_options import RayOptions
 from deploy.launchers.factory import check_places, check_whole
 from deploy.launchers.gpus import GpuPlan, check_counts, shared_utilization
-from deploy.logs import lossy
 from deploy.planning.cluster import DeviceQuota, engine_width
 from deploy.run.folder import forget_run, is_finished, refuse_finished, refuse_foreign, sole_user
-from deploy.run.up import EXIT_CODES, STOP_ORDER, run_up
+from deploy.run.up import STOP_ORDER, run_up
 from deploy.services.main import command
 from deploy.supervisor.process import Process, Processes
 from deploy.supervisor.services import Change, Exit, RunningService, Scaler, ServiceSpec
 from deploy.supervisor.supervisor import Supervisor
 from schemas.config import PlacementConfig, TidemillConfig, by_pool, of_pool, save_config
 from schemas.control_api.status import RunStatus
-from schemas.errors import ERROR_EXIT, HOPELESS, OK_EXIT, ConfigError, InfraError
+from schemas.errors import OK_EXIT, ConfigError, InfraError
 from schemas.run_folder import LOGS, NODES
 
 LOOK_S = 0.05
@@ -63,36 +62,26 @@ class Autoscaler:
 
     least: int
     most: int
-    _waiting_since: float | None = None
-    _idle_since: float | None = None
+    _waits: bool = False
+    _since: float | None = None
 
     def wanted(self, now: float, replicas: int, loading: int, waiting: int) -> int:
         """Return the replicas to run now. loading: those of ``replicas`` that can't work yet. waiting: unread tasks."""
         bounded = min(max(replicas, self.least), self.most)
         if bounded != replicas or loading:
             # What was asked for is not there yet: nothing can be told from the queue.
-            self._waiting_since = self._idle_since = None
+            self._since = None
             return bounded
-        if waiting:
-            self._idle_since = None
-            self._waiting_since = now if self._waiting_since is None else self._waiting_since
-            if now - self._waiting_since >= GROW_S:
-                self._waiting_since = None
-                return min(replicas + 1, self.most)
-        else:
-            self._waiting_since = None
-            self._idle_since = now if self._idle_since is None else self._idle_since
-            if now - self._idle_since >= SHRINK_S:
-                self._idle_since = None
-                return max(replicas - 1, self.least)
-        return replicas
+        if self._since is None or self._waits != bool(waiting):
+            self._waits, self._since = bool(waiting), now
+        if now - self._since < (GROW_S if waiting else SHRINK_S):
+            return replicas
+        self._since = None
+        return min(replicas + 1, self.most) if waiting else max(replicas - 1, self.least)
 
 
 class Host:
-    """The actor of one service, on the node where Ray has put it.
-
-    Its calls run in threads beside each other: ``wait`` until the service has ended, the others at any time.
-    """
+    """The actor of one service, on its node. ``wait`` runs in a thread beside all other calls."""
 
     def __init__(
         self, argv: Sequence[str], name: str, log: str | None, environment: Mapping[str, str], folder: str
@@ -102,7 +91,6 @@ class Host:
         self._process = Process([sys.executable, *argv], name, Path(log) if log else None, environment, Path(folder))
 
     def ready(self) -> bool:
-        """Return once the service has been started."""
         return True
 
     def wait(self) -> int:
@@ -112,11 +100,9 @@ class Host:
         return ended.code
 
     def terminate(self) -> None:
-        """Ask it to end."""
         self._process.terminate()
 
     def kill(self) -> None:
-        """Kill it and all that it started."""
         self._process.kill()
 
 
@@ -150,13 +136,17 @@ class RayCluster:
             name: (options.plan(of_pool(config, name), there, least, most).generator, pool.ray)
             for name, pool in config.pools.items()
         }
-        self._group = self._reserve(whole)
+        bundles = [{"CPU": options.trainer_cpus, "GPU": self.gpus.trainer}, *([] if whole else [{"CPU": 1.0}])]
+        wanted = [{kind: amount for kind, amount in bundle.items() if amount} for bundle in bundles]
+        self._group = self._ray.util.placement_group(wanted, strategy="PACK")
+        if not self._group.wait(PLACE_S):
+            have = {kind: self._ray.cluster_resources().get(kind, 0.0) for kind in ("CPU", "GPU")}
+            raise InfraError(f"Ray found no room for the trainer within {PLACE_S:.0f} s: {wanted} of {have}")
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Give back what was reserved and leave the cluster."""
         self._ray.util.remove_placement_group(self._group)
         self._ray.shutdown()
 
@@ -206,15 +196,6 @@ class RayCluster:
             max_restarts=0,
             max_concurrency=8,
         )
-
-    def _reserve(self, whole: bool) -> Any:
-        bundles = [{"CPU": self._options.trainer_cpus, "GPU": self.gpus.trainer}, *([] if whole else [{"CPU": 1.0}])]
-        wanted = [{kind: amount for kind, amount in bundle.items() if amount} for bundle in bundles]
-        group = self._ray.util.placement_group(wanted, strategy="PACK")
-        if not group.wait(PLACE_S):
-            have = {kind: self._ray.cluster_resources().get(kind, 0.0) for kind in ("CPU", "GPU")}
-            raise InfraError(f"Ray found no room for the trainer within {PLACE_S:.0f} s: {wanted} of {have}")
-        return group
 
 
 class RayService:
@@ -292,10 +273,6 @@ class Ray(RayOptions):
         # `tidemill up` restarts services itself, and stops them one kind after the other.
         policy = config.supervisor.model_copy(update=AGAIN | {"grace_s": len(STOP_ORDER) * config.supervisor.grace_s})
         file = config.folder / NODES / "ray.yaml"
-
-        def note(change: Change) -> None:
-            print(f"{change.service}: {change.text}", file=lossy(sys.stderr))
-
         with RayCluster(replace(self, trainer_gpus=placement.least_gpus, generator_gpus=0), config, 1, 1, True) as ray:
             with sole_user(config.folder):
                 # Here, since an actor that is placed again must keep what the one before has trained.
@@ -303,32 +280,24 @@ class Ray(RayOptions):
                     forget_run(config)
                 file.parent.mkdir(exist_ok=True)
                 save_config(config, file)
-            with Supervisor(policy, config.folder / LOGS, note, ray) as supervisor:
+            with Supervisor(policy, config.folder / LOGS, Change.print, ray) as supervisor:
                 supervisor.add(ServiceSpec("run", command("up", str(file)), role="trainer", finishes=True))
                 outcome = supervisor.run()
                 supervisor.stop()
         if is_finished(config.folder, config.trainer.steps):
             # Its node may have been lost before Ray had the exit code.
             return OK_EXIT
-        if outcome.cause is None:
-            return EXIT_CODES[outcome.reason]
-        print(f"tidemill: {outcome.cause}", file=lossy(sys.stderr))
-        return outcome.cause.exit.code if outcome.cause.exit.code in HOPELESS else ERROR_EXIT
+        return outcome.report()
 
     def plan(self, config: TidemillConfig, there: float, least: int, most: int) -> GpuPlan:
-        """Return the GPUs to ask a cluster for that has so many."""
-        asked = "auto" not in (self.trainer_gpus, self.generator_gpus)
-        width = engine_width(config)
-        if asked or not there:
-            trainer = 0.0 if self.trainer_gpus == "auto" else self.trainer_gpus
-            generator = 0.0 if self.generator_gpus == "auto" else self.generator_gpus
-            text = "" if asked else "no GPUs: Ray has none now; --trainer-gpus and --generator-gpus ask for some"
-            return GpuPlan(trainer, generator, least, text=text)
-        trainer = float(config.trainer.processes) if self.trainer_gpus == "auto" else self.trainer_gpus
-        generator = float(width) if self.generator_gpus == "auto" else self.generator_gpus
-        if there == 1 and (self.trainer_gpus, self.generator_gpus, trainer, width) == ("auto", "auto", 1, 1):
+        given, needed = (self.trainer_gpus, self.generator_gpus), (config.trainer.processes, engine_width(config))
+        if there == 1 and (given, needed) == (("auto", "auto"), (1, 1)):
             utilization = shared_utilization(config, most)
             text = f"GPUs: 1 that all share, vLLM takes {utilization:g} of its memory" if utilization else ""
             return GpuPlan(0.5, math.floor(500 / most) / 1000, least, utilization, text or "GPUs: 1 that all share")
+        autos = needed if there else (0, 0)
+        trainer, generator = (auto if gpus == "auto" else gpus for gpus, auto in zip(given, autos, strict=True))
         text = f"GPUs: {trainer:g} for the trainer, {generator:g} for each generator, of {there:g}"
-        return GpuPlan(trainer, generator, least, text=text)
+        if not there:
+            text = "no GPUs: Ray has none now; --trainer-gpus and --generator-gpus ask for some"
+        return GpuPlan(float(trainer), float(generator), least, text=text if "auto" in given else "")

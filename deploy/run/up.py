@@ -5,7 +5,6 @@ the trainer is done; stop the services, the broker last; print the summary. obse
 """
 
 import os
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -21,7 +20,7 @@ from broker.flow.owner import Owner
 from broker.heartbeat import HeartbeatThread
 from deploy.checks.finding import Finding
 from deploy.checks.preflight import check
-from deploy.logs import configure_logging, lossy
+from deploy.logs import configure_logging
 from deploy.offline.warm_start import is_current
 from deploy.planning.cluster import DeviceQuota
 from deploy.run.ending import Ending, finish, note_failed_start
@@ -35,30 +34,20 @@ from deploy.supervisor.services import Change, ServiceSpec, Starter
 from deploy.supervisor.supervisor import RunOutcome, Supervisor
 from schemas.config import ProbesConfig, TidemillConfig, of_node
 from schemas.control_api.orders import CONFIGURED, scaled_role
-from schemas.errors import (
-    CONFIG_EXIT,
-    ERROR_EXIT,
-    INTERRUPTED_EXIT,
-    OK_EXIT,
-    RUN_FAILED_EXIT,
-    InfraError,
-    RefusedError,
-)
+from schemas.errors import CONFIG_EXIT, OK_EXIT, InfraError, RefusedError
 from schemas.run_folder import ADDRESS, CONFIG, LOGS, METRICS
 from schemas.run_record import claim_folder
 
 BROKER_DEADLINE_S = 30.0
 STOP_ORDER = {"feeder": 0, "generator": 1, "reward": 2, "trainer": 3, "control": 4, "broker": 9}
 STAYING = frozenset({"control", "feeder", "generator", "reward"})
-EXIT_CODES = {"finished": OK_EXIT, "failed": ERROR_EXIT, "stopped": INTERRUPTED_EXIT}
 SHOW_EVERY_S = 0.25
 
 
 def run_up(config: TidemillConfig, starter: Starter, fresh: bool = False, cards: Iterable[Finding] = ()) -> int:
     """Run until the training is done, fails or is interrupted. Return the exit code.
 
-    starter: where services run. fresh: first delete the files and the broker's data of an earlier run of this name.
-    cards: as preflight.check has them.
+    fresh: first delete the files and the broker's data of an earlier run of this name. cards: see preflight.check.
     """
     folder = config.folder
     refuse_foreign(config, fresh)
@@ -131,7 +120,7 @@ class SupervisedRun:
                 outcome = supervisor.run(tick)
             commands.stopping = True
             self.ordered = commands.ordered
-            nothing_to_keep = outcome.is_config_error and _size(metrics) == metrics_before
+            nothing_to_keep = outcome.exit_code == CONFIG_EXIT and _size(metrics) == metrics_before
             if nothing_to_keep:
                 self.report(outcome, None)
             if outcome.reason == "stopped":
@@ -253,13 +242,8 @@ class SupervisedRun:
                 ending.print(self.observer.console)
             elif outcome.reason == "failed":
                 note_failed_start(self.config, outcome, self.phases)
-        if outcome.cause is not None:
-            print(f"tidemill: {outcome.cause}", file=lossy(sys.stderr))
-            if outcome.cause.exit.code in (CONFIG_EXIT, RUN_FAILED_EXIT):
-                return outcome.cause.exit.code
-        if outcome.reason == "stopped" and self.ordered:
-            return OK_EXIT
-        return EXIT_CODES[outcome.reason]
+        code = outcome.report()
+        return OK_EXIT if outcome.reason == "stopped" and self.ordered else code
 
     @contextmanager
     def _phase(self, name: str) -> Iterator[None]:

@@ -40,16 +40,14 @@ class TimelineWriter:
 
     def __init__(self) -> None:
         self._waiting: deque[Change] = deque(maxlen=KEPT)
-        self._broker: Broker | None = None
         self._wake = threading.Condition()
         self._ending = False
-        self._thread = threading.Thread(target=self._run, name="timeline", daemon=True)
 
     @contextmanager
     def to(self, broker: Broker) -> Iterator[Self]:
         """Write the changes to this broker, in a thread, until the block has ended and the last ones are written."""
-        self._broker = broker
-        self._thread.start()
+        thread = threading.Thread(target=self._run, args=(broker,), name="timeline", daemon=True)
+        thread.start()
         try:
             yield self
         finally:
@@ -57,7 +55,7 @@ class TimelineWriter:
                 self._ending = True
                 self._wake.notify()
             # If the broker is gone the thread may hang; it dies with the process.
-            self._thread.join(END_S)
+            thread.join(END_S)
 
     def put(self, change: Change) -> None:
         """Queue a change. Never waits for the broker."""
@@ -65,15 +63,14 @@ class TimelineWriter:
             self._waiting.append(change)
             self._wake.notify()
 
-    def _run(self) -> None:
+    def _run(self, broker: Broker) -> None:
         while True:
             with self._wake:
-                while not self._waiting and not self._ending:
-                    self._wake.wait()
+                self._wake.wait_for(lambda: self._waiting or self._ending)
                 if not self._waiting:
                     return
                 change = self._waiting.popleft()
-            if not self._write(change):
+            if not _write(broker, change):
                 with self._wake:
                     if self._ending:
                         return
@@ -81,12 +78,12 @@ class TimelineWriter:
                         self._waiting.appendleft(change)
                     self._wake.wait(RETRY_S)
 
-    def _write(self, change: Change) -> bool:
-        event = Event(name="service", service=change.service, level=change.level, text=change.text, data={"by": NAME})
-        try:
-            if self._broker is not None:
-                self._broker.events.emit(event)
-            return self._broker is not None
-        except (TidemillError, redis.RedisError) as error:
-            log.warning("cannot write a change into the timeline, retrying", service=change.service, error=str(error))
-            return False
+
+def _write(broker: Broker, change: Change) -> bool:
+    event = Event(name="service", service=change.service, level=change.level, text=change.text, data={"by": NAME})
+    try:
+        broker.events.emit(event)
+    except (TidemillError, redis.RedisError) as error:
+        log.warning("cannot write a change into the timeline, retrying", service=change.service, error=str(error))
+        return False
+    return True

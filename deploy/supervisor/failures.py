@@ -18,7 +18,7 @@ _EXCEPTION = re.compile(r"^(?:[A-Za-z_][\w.]*\.)?[A-Z]\w*(?:Error|Exception|Inte
 FROM_OUTSIDE = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
 """Signals that other processes send. The log of a killed process does not say why."""
 NOT_STARTED = frozenset({126, 127})
-_OWN = re.compile(r"^tidemill: (.+)")
+_OWN = "tidemill: "
 _PEACEFUL = re.compile(r"\b(DEBUG|INFO|WARNING)\b")
 _ERROR_WORD = re.compile(r"\b(error|fatal|critical|cannot|failed)\b", re.IGNORECASE)
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
@@ -97,13 +97,11 @@ def _record(line: str) -> str:
 
 def _exception(line: str) -> str:
     # Exception groups draw a frame of bars around their parts.
-    match = _EXCEPTION.match(line.lstrip("| +-"))
-    return match.group(0) if match else ""
+    return match[0] if (match := _EXCEPTION.match(line.lstrip("| +-"))) else ""
 
 
 def _own(line: str) -> str:
-    match = _OWN.match(line)
-    return match.group(1) if match else ""
+    return line.removeprefix(_OWN) if line.startswith(_OWN) else ""
 
 
 def _wording(line: str) -> str:

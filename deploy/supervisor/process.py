@@ -9,6 +9,7 @@ import os
 import subprocess
 import uuid
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext, suppress
 from pathlib import Path
 
 from deploy.supervisor.services import Exit, Scaler
@@ -42,21 +43,14 @@ class Process:
         folder: Path | None = None,
         mark: str = "",
     ) -> None:
-        """Start at once; InfraError if the system can't.
-
-        Output is appended to ``log``, or shares this process's own when that is None.
-        """
+        """Start at once, with output appended to ``log`` or else shared; InfraError if the system can't."""
         shown = {**os.environ, **(environment or {}), **({MARK: mark} if mark else {})}
-        output = None
         try:
-            output = log.open("ab", buffering=0) if log else None
-            to, errors = (output.fileno(), subprocess.STDOUT) if output else (None, None)
-            self._process = GuardedProcess(argv, name, shown, subprocess.DEVNULL, to, errors, folder)
+            with log.open("ab", buffering=0) if log else nullcontext() as output:
+                to, errors = (output.fileno(), subprocess.STDOUT) if output else (None, None)
+                self._process = GuardedProcess(argv, name, shown, subprocess.DEVNULL, to, errors, folder)
         except OSError as error:
             raise InfraError(f"cannot start {name}: {error.strerror}") from error
-        finally:
-            if output:
-                output.close()
         self._exit: Exit | None = None
 
     @property
@@ -66,17 +60,14 @@ class Process:
 
     @property
     def guard_pid(self) -> int:
-        """Process id of the guardian."""
         return self._process.pid
 
     @property
     def pid(self) -> int | None:
-        """Process id of the child itself, None until the guardian has told it."""
         self._process.poll()
         return self._process.program_pid
 
     def poll(self) -> Exit | None:
-        """Return the child's exit code, or None while any of its processes runs."""
         if self._exit is None and (code := self._process.poll()) is not None:
             told = self._process.exit_code
             # Without a last word the guardian itself was killed, and its child with it.
@@ -84,19 +75,14 @@ class Process:
         return self._exit
 
     def terminate(self) -> None:
-        """Ask the child to end."""
         self._process.order_end()
 
     def kill(self) -> None:
-        """Kill the child and everything below it."""
         self._process.order_kill()
 
 
 class OrphanReaper:
-    """Kills and collects the processes that killed guardians left, found among this process's adopted children.
-
-    ``mark`` goes into the environment of every process that is started.
-    """
+    """Kills and collects what killed guardians left: adopted children of this process, with ``mark`` as a variable."""
 
     def __init__(self) -> None:
         self.mark = uuid.uuid4().hex
@@ -118,10 +104,8 @@ class OrphanReaper:
             below = guard.descendants(orphan, parent_of)
             guard.kill([orphan, *below])
             self._killed.update((orphan, *below))
-            try:
+            with suppress(ChildProcessError):
                 os.waitpid(orphan, os.WNOHANG)
-            except ChildProcessError:
-                continue
         return orphans
 
     def _is_ours(self, pid: int) -> bool:

@@ -54,12 +54,10 @@ class RestartState:
     _recent: deque[float] = field(default_factory=deque)
 
     def started(self, now: float) -> None:
-        """Record a start."""
         self.state = State.RUNNING
         self._started = now
 
     def asked(self) -> None:
-        """Record that the service was asked to end."""
         if self.state is State.RUNNING:
             self.state = State.STOPPING
         elif self.state is State.WAITING:
@@ -74,11 +72,17 @@ class RestartState:
         elif code == OK_EXIT and self.may_leave:
             self.state = State.LEFT
         elif code == OK_EXIT:
-            self.state = State.WAITING
-            self.due = now + RETURN_S
-            self.restarts += 1
+            self._wait(now + RETURN_S)
         else:
-            self._failed(code, now)
+            if self.failing_since is None or now - self._started >= SETTLED_S:
+                self.failing_since = now
+            while self._recent and now - self._recent[0] > self.policy.window_s:
+                self._recent.popleft()
+            if code in HOPELESS or len(self._recent) >= self.policy.max_restarts:
+                self.state = State.FAILED
+            else:
+                self._wait(now + min(self.policy.backoff_s * 2 ** len(self._recent), MAX_BACKOFF_S))
+                self._recent.append(now)
         return self.state
 
     def healthy(self, now: float) -> bool:
@@ -89,15 +93,6 @@ class RestartState:
         """Return whether the service has run for a while, so that its configuration cannot be what is wrong."""
         return self.state is State.RUNNING and now - self._started >= SETTLED_S
 
-    def _failed(self, code: int, now: float) -> None:
-        if self.failing_since is None or now - self._started >= SETTLED_S:
-            self.failing_since = now
-        while self._recent and now - self._recent[0] > self.policy.window_s:
-            self._recent.popleft()
-        if code in HOPELESS or len(self._recent) >= self.policy.max_restarts:
-            self.state = State.FAILED
-            return
-        self.state = State.WAITING
-        self.due = now + min(self.policy.backoff_s * 2 ** len(self._recent), MAX_BACKOFF_S)
-        self._recent.append(now)
+    def _wait(self, due: float) -> None:
+        self.state, self.due = State.WAITING, due
         self.restarts += 1

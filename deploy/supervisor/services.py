@@ -5,11 +5,13 @@ A ``Starter`` decides where services run: on this machine (deploy/supervisor/pro
 """
 
 import signal
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Protocol
 
+from deploy.logs import lossy
 from schemas.control_api.orders import scaled_role
 from schemas.control_api.status import RunStatus
 
@@ -48,6 +50,9 @@ class Change:
     text: str
     level: Literal["info", "warning", "error"] = "info"
     ends_run: bool = False
+
+    def print(self) -> None:
+        print(f"{self.service}: {self.text}", file=lossy(sys.stderr))
 
 
 @dataclass(frozen=True)

@@ -5,26 +5,36 @@ with its root cause. No process is left behind, however this process ends (deplo
 everything happens in ``poll``.
 """
 
-import contextlib
-import os
 import signal
+import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
+from deploy.logs import lossy
 from deploy.supervisor.failures import ServiceFailure, last_error, root_cause
 from deploy.supervisor.process import OrphanReaper, Processes
 from deploy.supervisor.restart_policy import RestartState, State
 from deploy.supervisor.services import Change, Exit, RunningService, ServiceSpec, Starter
 from schemas.config import SupervisorConfig
-from schemas.errors import CONFIG_EXIT, ERROR_EXIT, HOPELESS, OK_EXIT, RUN_FAILED_EXIT, ConfigError, InfraError
+from schemas.errors import (
+    CONFIG_EXIT,
+    ERROR_EXIT,
+    HOPELESS,
+    INTERRUPTED_EXIT,
+    OK_EXIT,
+    RUN_FAILED_EXIT,
+    ConfigError,
+    InfraError,
+)
 from schemas.system import guard
 from schemas.system.files import cut_log
 
 TICK_S = 0.1
+EXIT_CODES = {"finished": OK_EXIT, "failed": ERROR_EXIT, "stopped": INTERRUPTED_EXIT}
 SWEEP_S = 3.0
 """How long to look for orphans of a killed guardian."""
 LOGS_EVERY_S = 10.0
@@ -40,9 +50,16 @@ class RunOutcome:
     cause: ServiceFailure | None = None
 
     @property
-    def is_config_error(self) -> bool:
-        """Whether the configuration is wrong, so that no restart can help."""
-        return self.cause is not None and self.cause.exit.code == CONFIG_EXIT
+    def exit_code(self) -> int:
+        """The exit code of a process that ends with it: that of a cause for which no restart helps is passed on."""
+        code = ERROR_EXIT if self.cause is None else self.cause.exit.code
+        return code if code in (CONFIG_EXIT, RUN_FAILED_EXIT) else EXIT_CODES[self.reason]
+
+    def report(self) -> int:
+        """Print the cause of a failure on stderr, and return the exit code."""
+        if self.cause is not None:
+            print(f"tidemill: {self.cause}", file=lossy(sys.stderr))
+        return self.exit_code
 
 
 @dataclass(frozen=True)
@@ -104,19 +121,28 @@ class Supervisor:
         self._asked_to_end = False
         self._kept: frozenset[str] = frozenset()
         self._sweep_until = 0.0
-        self._wake = -1
-        self._cleanup = contextlib.ExitStack()
+        self._handlers: dict[signal.Signals, Any] = {}
         logs.mkdir(parents=True, exist_ok=True)
         # Orphans of killed guardians come to this process instead of init.
         guard.prctl(guard.PR_SET_CHILD_SUBREAPER, 1)
 
     def __enter__(self) -> Self:
-        self._wake = self._cleanup.enter_context(self._signals())
+        """Count interrupts instead of dying of them, until the end of the block."""
+        signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        self._handlers = {number: signal.signal(number, self._on_signal) for number in signals}
         return self
 
     def __exit__(self, *_: object) -> None:
-        with self._cleanup:
+        try:
             self.kill()
+        finally:
+            for number, handler in self._handlers.items():
+                signal.signal(number, handler)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        # Of a terminal that is closed, the kernel and the shell report the hang-up, which is one request to stop.
+        if number != signal.SIGHUP or not self.interrupts:
+            self.interrupts += 1
 
     def end(self) -> None:
         """Let ``run`` return as if it had been interrupted."""
@@ -133,7 +159,6 @@ class Supervisor:
         ]
 
     def add(self, spec: ServiceSpec) -> None:
-        """Start a service now."""
         old = self._services.get(spec.name)
         if old is not None and old.process is not None:
             raise ConfigError(f"service {spec.name!r} is already running")
@@ -145,10 +170,7 @@ class Supervisor:
         self._services[spec.name] = service
 
     def add_role(self, role: str, factory: Callable[[int], ServiceSpec], count: int) -> None:
-        """Start ``count`` replicas; ``factory`` makes the spec of replica 0, 1, ... ``scale`` changes the count.
-
-        role: as ``ServiceSpec.scaled_as`` has it.
-        """
+        """Start ``count`` replicas of a role, as ``scaled_as`` has it; ``factory`` makes the spec of 0, 1, ..."""
         self._factories[role] = factory
         self.scale(role, count)
 
@@ -177,10 +199,7 @@ class Supervisor:
         return sum(s.spec.scaled_as == role and _lives(s) for s in self._services.values())
 
     def run(self, on_tick: Callable[[], None] = lambda: None) -> RunOutcome:
-        """Supervise until the run is finished or has failed, or SIGINT, SIGTERM or SIGHUP arrives.
-
-        All other services still run then: ``stop`` them.
-        """
+        """Supervise until the run is over, or a signal or ``end`` asks for that; ``stop`` what still runs then."""
         while True:
             outcome = self.poll()
             if outcome is not None:
@@ -188,7 +207,7 @@ class Supervisor:
             if self.interrupts or self._asked_to_end:
                 return RunOutcome("stopped")
             on_tick()
-            self._pause()
+            time.sleep(TICK_S)
 
     def poll(self, now: float | None = None) -> RunOutcome | None:
         """Do what is due. Return the outcome if the run is over."""
@@ -239,7 +258,7 @@ class Supervisor:
                     for service in self._services.values():
                         self._kill(service)
                 self.poll()
-                self._pause()
+                time.sleep(TICK_S)
 
     def kill(self) -> None:
         """Kill all that still runs, at once, and wait until it is gone."""
@@ -335,36 +354,8 @@ class Supervisor:
         if service.process:
             service.process.kill()
 
-    def _pause(self) -> None:
-        if guard.readable([self._wake] if self._wake >= 0 else [], TICK_S):
-            with contextlib.suppress(BlockingIOError):
-                os.read(self._wake, 64)
-
     def _guards(self) -> set[int]:
         return {s.process.guard_pid for s in self._services.values() if s.process}
-
-    @contextlib.contextmanager
-    def _signals(self) -> Iterator[int]:
-        """Count interrupts instead of dying of them. Yield a descriptor that becomes readable with each."""
-
-        def count(signum: int, frame: FrameType | None) -> None:
-            # Of a terminal that is closed, the kernel and the shell report the hang-up, which is one request to stop.
-            if signum != signal.SIGHUP or not self.interrupts:
-                self.interrupts += 1
-
-        read, write = os.pipe()
-        os.set_blocking(read, False)
-        os.set_blocking(write, False)
-        old_fd = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
-        old = {s: signal.signal(s, count) for s in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
-        try:
-            yield read
-        finally:
-            for signum, handler in old.items():
-                signal.signal(signum, handler)
-            signal.set_wakeup_fd(old_fd)
-            os.close(read)
-            os.close(write)
 
 
 def _lives(service: _Service) -> bool:
