@@ -25,11 +25,9 @@ def parse_gpus(text: str) -> float | str:
 def parse_whole_gpus(text: str) -> int | str:
     """Return a whole number of GPUs, or ``auto``."""
     number = parse_gpus(text)
-    if isinstance(number, str):
-        return number
-    if number != int(number):
+    if isinstance(number, float) and number != int(number):
         raise typer.BadParameter(f"{text} is not a whole number of GPUs")
-    return int(number)
+    return number if isinstance(number, str) else int(number)
 
 
 AUTO, NODES = "N|auto", "Nodes of the trainer."
@@ -43,8 +41,7 @@ OfTrainer = Annotated[Any, typer.Option(parser=parse_whole_gpus, metavar=AUTO, h
 class SlurmOptions:
     """What Slurm is asked for; ``auto`` is what each service needs where Slurm says that there are any GPUs.
 
-    time: as Slurm writes it. folder: on a file system that all nodes share. own_broker: the services job starts a
-    server; else each job inherits a REDIS_URL or REDIS_URL_FILE.
+    folder: on a file system that all nodes share. own_broker: the services job's, else REDIS_URL or REDIS_URL_FILE.
     """
 
     folder: Annotated[
@@ -73,9 +70,7 @@ class SlurmOptions:
 class KubernetesOptions:
     """What a run's objects are made from.
 
-    registry, tag: of the images, REGISTRY/tidemill-ROLE:TAG. gpus: of one generator and of each trainer node, with
-    one rank for each. access_mode: if only one node can mount the volume, trainer and control plane share that node.
-    helm: for the chart deploy/helm/tidemill. folder: files there are replaced.
+    access_mode: ReadWriteOnce puts trainer and control plane on one node. folder: files there are replaced.
     """
 
     folder: Annotated[
@@ -104,10 +99,7 @@ class KubernetesOptions:
 
 @dataclass(frozen=True)
 class RayOptions:
-    """What Ray is asked for, of each service; ``auto`` is what each needs where the cluster has any GPUs.
-
-    Of a single GPU each has a part.
-    """
+    """What each service is given; ``auto`` is what it needs if the cluster has GPUs, or a part of a single one."""
 
     address: Annotated[
         str, typer.Option(help="Address of the cluster; auto finds it, local starts one on this machine.")

@@ -18,10 +18,7 @@ MORE_CACHE = "a larger gpu_memory_utilization or tensor_parallel_size in generat
 
 
 def check_cards(config: TidemillConfig, gpus: Sequence[Gpu], plan: GpuPlan) -> Iterator[Finding]:
-    """Judge whether the trainer, and this machine's generators of each kind, fit its GPUs as they are dealt out.
-
-    Nothing is found without GPUs whose memory is known, and for a model that is not here, which other checks report.
-    """
+    """Judge whether this machine's trainer and generators fit their GPUs; nothing if memory or model are not known."""
     known = [gpu.memory_gb for gpu in gpus if gpu.memory_gb is not None]
     path = config.model.path
     if not known or config.model.kind == "mlp":
@@ -36,10 +33,6 @@ def check_cards(config: TidemillConfig, gpus: Sequence[Gpu], plan: GpuPlan) -> I
         plan = replace(plan, utilization=VLLM_SHARE)
     config, memory = plan.apply(config), int(min(known) * GIB)
     pools = of_node(config, "")
-    if (kl := config.trainer.kl).device == "cpu":
-        # A reference in main memory takes nothing of a GPU.
-        alone = config.trainer.model_copy(update={"kl": kl.model_copy(update={"coef": 0.0})})
-        config = config.model_copy(update={"trainer": alone})
     # In turns, each side has the whole GPU.
     shared = not plan.sharing and (len(gpus) == 1 or not plan.trainer)
     try:

@@ -9,7 +9,7 @@ import inspect
 from typing import Protocol
 
 from deploy.launchers import LAUNCHERS
-from schemas.config import LauncherConfig, PoolConfig, TidemillConfig
+from schemas.config import PoolConfig, TidemillConfig
 from schemas.errors import ConfigError
 
 
@@ -29,7 +29,15 @@ def build_launcher(config: TidemillConfig) -> Launcher:
     make = LAUNCHERS.get(wanted.name, config.base)
     if not callable(make) or not callable(getattr(make, "launch", None)):
         raise ConfigError(f"launcher {wanted.name!r} must be a class with a method launch(config, fresh)")
-    _check_arguments(make, wanted)
+    signature = inspect.signature(make)
+    try:
+        signature.bind(**wanted.args)
+    except TypeError as error:
+        names = [name for name, p in signature.parameters.items() if p.kind is not p.VAR_KEYWORD]
+        unknown = next((name for name in wanted.args if name not in names), None)
+        close = difflib.get_close_matches(unknown or "", names, n=1)
+        hint = f", did you mean {close[0]!r}?" if close else f"; it takes {', '.join(names) or 'none'}"
+        raise ConfigError(f"launcher.args of {wanted.name!r}: {error}{hint}") from error
     launcher: Launcher = make(**wanted.args)
     return launcher
 
@@ -49,25 +57,10 @@ def check_places(config: TidemillConfig, launcher: str, replicas: int | None = N
 
 
 def check_whole(options: object, config: TidemillConfig, of_pool: str, *names: str) -> None:
-    """Raise ConfigError if one of these options is set beside ``placement``, with which a run is on one node.
-
-    of_pool: a pool's setting that is rejected as well.
-    """
+    """Raise ConfigError for an option, or a pool's ``of_pool``, beside ``placement``, which puts a run on one node."""
     given = {f"--{name.replace('_', '-')}": (getattr(options, name), getattr(type(options), name)) for name in names}
     for name, pool in config.pools.items():
         given[f"pools.{name}.{of_pool}"] = (getattr(pool, of_pool), getattr(PoolConfig(), of_pool))
     for name, (value, default) in given.items():
         if value != default:
             raise ConfigError(f"{name} {value} excludes placement, with which one node has the whole run")
-
-
-def _check_arguments(make: type[Launcher], wanted: LauncherConfig) -> None:
-    signature = inspect.signature(make)
-    try:
-        signature.bind(**wanted.args)
-    except TypeError as error:
-        names = [name for name, p in signature.parameters.items() if p.kind is not p.VAR_KEYWORD]
-        unknown = next((name for name in wanted.args if name not in names), None)
-        close = difflib.get_close_matches(unknown or "", names, n=1)
-        hint = f", did you mean {close[0]!r}?" if close else f"; it takes {', '.join(names) or 'none'}"
-        raise ConfigError(f"launcher.args of {wanted.name!r}: {error}{hint}") from error

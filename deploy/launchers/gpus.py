@@ -54,7 +54,6 @@ class GpuPlan:
     pools: Mapping[str, int] = field(default_factory=dict)
 
     def apply(self, config: TidemillConfig) -> TidemillConfig:
-        """Return the configuration as it fits."""
         args = config.generator.args
         if self.utilization is not None:
             args = {**args, UTILIZATION: self.utilization}
@@ -81,14 +80,12 @@ def check_counts(trainer_gpus: object, generator_gpus: object, whole: bool = Tru
 
 def find_gpus() -> list[Gpu]:
     """Return the GPUs that this process may use, as the driver's own program and CUDA_VISIBLE_DEVICES tell them."""
-    listed: dict[str, float | None] = {}
-    numbers: list[str] = []
-    for index, uuid, memory in ask_driver("gpu=index,uuid,memory.total"):
-        numbers.append(index)
+    listed, found = dict[str, float | None](), ask_driver("gpu=index,uuid,memory.total")
+    for index, uuid, memory in found:
         # Where GPU and CPU have one memory, the program says [N/A].
         listed[index] = listed[uuid] = float(memory) / 1024 if memory.isdigit() else None
     given = os.environ.get(VISIBLE)
-    names = numbers if given is None else [name.strip() for name in given.split(",")]
+    names = [index for index, _, _ in found] if given is None else [name.strip() for name in given.split(",")]
     # CUDA sees nothing from the first wrong name on; Slurm gives one to a job without GPUs.
     return [Gpu(name, listed.get(name)) for name in takewhile(DEVICE.fullmatch, names)]
 
@@ -107,10 +104,7 @@ def shared_utilization(config: TidemillConfig, replicas: int) -> float | None:
 def plan_gpus(
     config: TidemillConfig, gpus: Sequence[Gpu], trainer: int | Auto = "auto", generator: int | Auto = "auto"
 ) -> GpuPlan:
-    """Assign this machine's GPUs; ConfigError if there are too few for the trainer and the generators.
-
-    trainer, generator: GPUs of the trainer and of one generator, where they are given.
-    """
+    """Assign this machine's GPUs. trainer, generator: those of each, if given. ConfigError if there are too few."""
     check_counts(trainer, generator)
     if config.placement is not None and (gpus or not config.placement.is_auto):
         return _place(config, config.placement, gpus)
@@ -156,19 +150,11 @@ def _place(config: TidemillConfig, placement: PlacementConfig, gpus: Sequence[Gp
             f"placement names GPU {last}, but {there_are(len(gpus))} (nvidia-smi, {VISIBLE}), counted from 0"
         )
     sharing, shown = describe_turns(gpus, placed)
-    return GpuPlan(
-        len(placed["trainer"]),
-        len(engines[0]),
-        len(engines),
-        text=f"{planned}{shown}",
-        placed=placed,
-        sharing=sharing,
-        placement=placement,
-    )
+    trainer, generator, text = len(placed["trainer"]), len(engines[0]), f"{planned}{shown}"
+    return GpuPlan(trainer, generator, len(engines), None, text, placed, sharing, placement)
 
 
 def _check_there(there: int, trainer: int | Auto, generator: int | Auto) -> None:
-    """Raise ConfigError if more GPUs are asked for by number than there are."""
     numbers = {"trainer_gpus": trainer, "generator_gpus": generator}
     given = {name: count for name, count in numbers.items() if count != "auto" and count > 0}
     for names in [*([name] for name in given), list(given)]:

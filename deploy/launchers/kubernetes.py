@@ -2,8 +2,7 @@
 
 The objects are those of ``deploy/kubernetes/run``, or of ``turns`` for a run with ``placement``, which is one pod. A
 kustomization beside them says what differs: namespace, images, sizes, and a ConfigMap with the configuration and the
-files that it names. For Helm, one file of values says the same.
-This launcher only writes files.
+files that it names. For Helm, one file of values says the same. This launcher only writes files.
 """
 
 import json
@@ -49,7 +48,6 @@ class Kubernetes(KubernetesOptions):
     """The launcher ``kubernetes``: it writes a folder whose ``apply.sh`` starts the run."""
 
     def launch(self, config: TidemillConfig, fresh: bool = False) -> int:
-        """Write the folder as ``prepare`` does, and print its files."""
         if fresh:
             raise ConfigError("--fresh does not work with Kubernetes: for a new run, choose another run.name")
         for path in self.prepare(config):
@@ -98,10 +96,8 @@ class Kubernetes(KubernetesOptions):
 
     def _check(self, config: TidemillConfig) -> None:
         check_places(config, "Kubernetes")
-        whole = config.placement is not None
-        if whole:
-            names = ("trainer_nodes", "trainer_gpus", "generator_gpus", "broker", "keda")
-            check_whole(self, config, "kubernetes", *names)
+        if whole := config.placement is not None:
+            check_whole(self, config, "kubernetes", "trainer_nodes", "trainer_gpus", "generator_gpus", "broker", "keda")
         elif units := [name for name, pool in config.pools.items() if pool.units]:
             raise ConfigError(f"pools.{units[0]}.units: pods don't see which units others have; make a pool of each")
         if config.pools and self.keda:
@@ -118,17 +114,18 @@ class Kubernetes(KubernetesOptions):
         if self.access_mode not in ("ReadWriteMany", OF_ONE_NODE):
             raise ConfigError(f"access_mode {self.access_mode!r} must be ReadWriteMany or {OF_ONE_NODE}")
         if self.access_mode == OF_ONE_NODE and not whole:
-            if config.trainer.publish.transport not in ("redis", "peer"):
-                raise ConfigError(
-                    f"a volume of one node ({OF_ONE_NODE}) needs trainer.publish.transport redis or peer, not"
-                    f" {config.trainer.publish.transport}: generators on other nodes do not see the trainer's files"
+            problem = ""
+            if (transport := config.trainer.publish.transport) not in ("redis", "peer"):
+                problem = (
+                    f"needs trainer.publish.transport redis or peer, not {transport}: generators on other nodes do"
                 )
-            if config.warm_start is not None:
-                raise ConfigError(
-                    f"a volume of one node ({OF_ONE_NODE}) excludes warm_start: generators load its model"
-                )
-            if self.trainer_nodes > 1:
-                raise ConfigError(f"a volume of one node ({OF_ONE_NODE}) excludes {self.trainer_nodes} trainer nodes")
+                problem += " not see the trainer's files"
+            elif config.warm_start is not None:
+                problem = "excludes warm_start: generators load its model"
+            elif self.trainer_nodes > 1:
+                problem = f"excludes {self.trainer_nodes} trainer nodes"
+            if problem:
+                raise ConfigError(f"a volume of one node ({OF_ONE_NODE}) {problem}")
 
     def _quota(self, config: TidemillConfig) -> DeviceQuota:
         """Return the run's quota; ConfigError if it is too small for the trainer and a generator of each kind."""
@@ -143,10 +140,7 @@ class Kubernetes(KubernetesOptions):
         return None if quota.most is None else (quota.most - quota.trainer) // quota.widths["generator"]
 
     def _made_model(self, config: TidemillConfig) -> str:
-        """Return a file on the volume that is there once the trainer's pod has made or fetched the model; "" for none.
-
-        Generators that have disks of their own fetch it themselves.
-        """
+        """Return a file on the volume that is there once the trainer's pod has the model; "" if generators fetch it."""
         model = config.model
         if config.warm_start is not None:
             return f"{model.path}/config.json"
@@ -254,13 +248,9 @@ class Kubernetes(KubernetesOptions):
 
     def _patches(self, config: TidemillConfig) -> list[dict[str, Any]]:
         """Return strategic merge patches: what differs from deploy/kubernetes."""
-        claim: dict[str, Any] = {
-            "accessModes": [self.access_mode],
-            "resources": {"requests": {"storage": self.storage}},
-        }
-        if self.storage_class:
-            claim["storageClassName"] = self.storage_class
-        volume = _patch("v1", "PersistentVolumeClaim", "tidemill-runs", claim)
+        claim = {"accessModes": [self.access_mode], "resources": {"requests": {"storage": self.storage}}}
+        named = {"storageClassName": self.storage_class} if self.storage_class else {}
+        volume = _patch("v1", "PersistentVolumeClaim", "tidemill-runs", claim | named)
         if config.placement is not None:
             whole = {"containers": [{"name": "run", "resources": _resources(self._gpus(config, "run"))}]}
             return [_patch("batch/v1", "Job", "run", {"template": {"spec": whole}}), volume]
@@ -274,32 +264,31 @@ class Kubernetes(KubernetesOptions):
             "containers": [{"name": "trainer", "env": env, "resources": _resources(ranks)}],
         }
         size = {"parallelism": self.trainer_nodes, "completions": self.trainer_nodes}
-        generator: dict[str, Any] = {
-            "containers": [{"name": "generator", "resources": _resources(self._gpus(config, "generator"))}]
-        }
-        if file := self._made_model(config):
-            generator["initContainers"] = [_waits_for(file)]
         deployments = sorted(f"generator-{name}" for name in config.pools) or ["generator"]
         compact = json.dumps(self._devices(config), separators=(",", ":"), sort_keys=True)
         devices = [{"name": "TIDEMILL_CONTROL__DEVICES", "value": compact}]
         control: dict[str, Any] = {"containers": [{"name": "control", "env": devices}]}
         if self.access_mode == OF_ONE_NODE:
-            control |= _beside("trainer")
+            beside = {"labelSelector": {"matchLabels": {"app": "tidemill", "role": "trainer"}}}
+            term = {"topologyKey": "kubernetes.io/hostname", **beside}
+            control["affinity"] = {"podAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [term]}}
         patches = [
             _patch("batch/v1", "Job", "trainer", size | {"template": {"spec": pod}}),
-            _patch("apps/v1", "Deployment", "control", {"template": {"spec": control}}),
+            _patch_pods("control", control),
             volume,
         ]
         if self.access_mode == OF_ONE_NODE:
             own: dict[str, Any] = {"volumes": [{"name": "runs", "persistentVolumeClaim": None, "emptyDir": {}}]}
-            names = [*deployments, *WITHOUT_VOLUME]
-            patches += [_patch("apps/v1", "Deployment", name, {"template": {"spec": own}}) for name in names]
+            patches += [_patch_pods(name, own) for name in (*deployments, *WITHOUT_VOLUME)]
         if config.pools:
             rule = {"apiGroups": ["apps"], "resources": ["deployments/scale"], "verbs": ["get", "patch"]}
             role = {"apiVersion": "rbac.authorization.k8s.io/v1", "kind": "Role", "metadata": {"name": "control"}}
             patches.append({**role, "rules": [{**rule, "resourceNames": deployments}]})
         else:
-            patches.append(_patch("apps/v1", "Deployment", "generator", {"template": {"spec": generator}}))
+            file, gpus = self._made_model(config), self._gpus(config, "generator")
+            waits = {"initContainers": [_waits_for(file)]} if file else {}
+            containers = [{"name": "generator", "resources": _resources(gpus)}]
+            patches.append(_patch_pods("generator", {"containers": containers, **waits}))
         if self.keda:
             patches += [_scaled(role, self._namespace(config)) for role in ("reward", "generator")]
             if most := self._most_generators(config):
@@ -318,6 +307,10 @@ def _read_text(path: Path) -> str:
 
 def _patch(version: str, kind: str, name: str, spec: Mapping[str, Any]) -> dict[str, Any]:
     return {"apiVersion": version, "kind": kind, "metadata": {"name": name}, "spec": dict(spec)}
+
+
+def _patch_pods(deployment: str, spec: Mapping[str, Any]) -> dict[str, Any]:
+    return _patch("apps/v1", "Deployment", deployment, {"template": {"spec": spec}})
 
 
 def _resources(gpus: int) -> dict[str, Any]:
@@ -344,14 +337,6 @@ def _waits_for(file: str, image: str = "tidemill-generator") -> dict[str, Any]:
     }
 
 
-def _beside(role: str) -> dict[str, Any]:
-    term = {
-        "topologyKey": "kubernetes.io/hostname",
-        "labelSelector": {"matchLabels": {"app": "tidemill", "role": role}},
-    }
-    return {"affinity": {"podAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [term]}}}
-
-
 def _scaled(role: str, namespace: str) -> dict[str, Any]:
     """Return a patch with the control plane's address in this namespace: KEDA asks from its own."""
     stream, target = {"reward": ("trajectories", "256"), "generator": ("tasks", "32")}[role]
@@ -366,10 +351,7 @@ def _scaled(role: str, namespace: str) -> dict[str, Any]:
 
 
 def _portable(config: TidemillConfig, extra: Sequence[Path]) -> tuple[dict[str, Any], list[Path]]:
-    """Return the configuration for a pod, and the files beside it: ``extra`` and those that settings name.
-
-    ConfigError: a file that does not exist, two of one name, or more than a ConfigMap holds.
-    """
+    """Return the configuration for a pod, and the files that it names or are ``extra``; ConfigError if they can't."""
     named: dict[str, Path] = {}
 
     def add(path: Path) -> str:

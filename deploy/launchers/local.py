@@ -32,7 +32,6 @@ from schemas.system.gpu_memory import VISIBLE
 
 logger = structlog.get_logger()
 
-
 LOADS = 100_000
 """The newest looks at how full generators are that a plan is made from."""
 
@@ -67,17 +66,11 @@ class Balance:
             planning.result()
 
     def _plan(
-        self,
-        running: Mapping[str, int],
-        since: int,
-        services: Sequence[ServiceStatus],
-        loads: Mapping[str, float],
+        self, running: Mapping[str, int], since: int, services: Sequence[ServiceStatus], loads: Mapping[str, float]
     ) -> None:
-        kinds = {name: scaled_role("generator", name) for name in running}
-        elsewhere = {
-            name: sum(room for order, room in machines(kind, services).items() if order != kind)
-            for name, kind in kinds.items()
-        }
+        kinds, elsewhere = {name: scaled_role("generator", name) for name in running}, dict[str, int]()
+        for name, kind in kinds.items():
+            elsewhere[name] = sum(room for order, room in machines(kind, services).items() if order != kind)
         wanted = wanted_generators(self._config, running, since, elsewhere, loads) or {}
         for name, count in wanted.items():
             if count == running[name]:
@@ -92,8 +85,7 @@ class Balance:
 class Local(Processes):
     """GPUs are dealt out: the first ones to the trainer, the next to each generator in turn.
 
-    trainer_gpus: of the trainer. generator_gpus: of one generator. ``auto`` is what each needs
-    (deploy/launchers/gpus.py); with 0 a service sees what this process sees.
+    generator_gpus: of one generator. ``auto`` is what each needs; with 0 a service sees what this process sees.
     """
 
     def __init__(self, trainer_gpus: int | Auto = "auto", generator_gpus: int | Auto = "auto") -> None:

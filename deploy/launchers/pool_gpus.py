@@ -23,19 +23,14 @@ from schemas.errors import ConfigError
 def plan_pools(
     config: TidemillConfig, gpus: Sequence[Gpu], trainer: int | Auto = "auto", generator: int | Auto = "auto"
 ) -> GpuPlan:
-    """Assign this machine's GPUs: to the trainer, then to each pool in order. ConfigError if they are too few.
-
-    trainer, generator: as for ``plan_gpus``. A single GPU is shared by all.
-    """
+    """Do as ``plan_gpus``: first for the trainer, then for each pool in order. A single GPU is shared by all."""
     check_counts(trainer, generator)
+    own, pools = config.generator.replicas, of_node(config, "")
     if gpus and config.placement is not None and config.placement.is_auto:
         placement, replicas, planned = place(config, len(gpus))
-        auto = GpuPlan(
-            len(parse_ranges(placement.trainer)), 0, config.generator.replicas, placement=placement, pools=replicas
-        )
+        auto = GpuPlan(len(parse_ranges(placement.trainer)), 0, own, placement=placement, pools=replicas)
         dealt = plan_pools(auto.apply(config), gpus)
         return replace(auto, text=f"{planned}{dealt.text}", placed=dealt.placed, sharing=dealt.sharing)
-    own, pools = config.generator.replicas, of_node(config, "")
     if not gpus or (trainer == 0 and generator == 0):
         return GpuPlan(0, 0, own)
     if len(gpus) == 1 and config.placement is None:
@@ -59,8 +54,7 @@ def plan_pools(
 def plan_node(kinds: Mapping[str, TidemillConfig], gpus: Sequence[Gpu]) -> GpuPlan:
     """Deal all of a machine's GPUs out to generators; ConfigError if they are too few.
 
-    kinds: their configurations by the beginning of their names, which the plan's have with a number. Without
-    ``generator.replicas`` there are as many as there are GPUs for.
+    kinds: configurations by the beginning of names. Without ``generator.replicas``, as many as there are GPUs for.
     """
     free, placed = list(range(len(gpus))), dict[str, Sequence[int]]()
     for kind, one in kinds.items():
@@ -68,7 +62,8 @@ def plan_node(kinds: Mapping[str, TidemillConfig], gpus: Sequence[Gpu]) -> GpuPl
         given = "replicas" in one.generator.model_fields_set or not gpus
         for index in range(one.generator.replicas if given else max(1, len(free) // width)):
             placed[f"{kind}-{index}"], free = _deal(f"{kind}-{index}", free, width, len(gpus))
-    return GpuPlan(0, 0, len(placed), text=_dealt(gpus, placed, free) if gpus else "", placed=placed)
+    text = f"GPUs: {'; '.join(describe_placed(gpus, {**placed, 'unused': free}))}" if gpus else ""
+    return GpuPlan(0, 0, len(placed), text=text, placed=placed)
 
 
 def _deal(name: str, free: list[int], width: int, there: int) -> tuple[list[int], list[int]]:
@@ -79,7 +74,3 @@ def _deal(name: str, free: list[int], width: int, there: int) -> tuple[list[int]
             f" {'is' if len(free) == 1 else 'are'} left: lower replicas or tensor_parallel_size of generators"
         )
     return free[:width], free[width:]
-
-
-def _dealt(gpus: Sequence[Gpu], placed: Mapping[str, Sequence[int]], free: Sequence[int]) -> str:
-    return f"GPUs: {'; '.join(describe_placed(gpus, {**placed, 'unused': free}))}"

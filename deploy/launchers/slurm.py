@@ -21,8 +21,8 @@ from deploy.launchers.factory import check_places, check_whole
 from deploy.launchers.gpus import Auto, check_counts
 from deploy.planning.cluster import DeviceQuota, engine_width
 from deploy.run.folder import settle_configuration
+from deploy.services.main import ROLES
 from schemas.config import TidemillConfig, by_pool
-from schemas.config.deploy import PlacementConfig
 from schemas.errors import OK_EXIT, ConfigError
 from schemas.run_folder import CONFIG
 from schemas.run_record import check_record
@@ -43,7 +43,6 @@ class Slurm(SlurmOptions):
     """The launcher ``slurm``: it writes scripts, and a user runs the last of them."""
 
     def launch(self, config: TidemillConfig, fresh: bool = False) -> int:
-        """Write the scripts as ``prepare`` does, and print their paths."""
         for path in self.prepare(config, fresh):
             print(path)
         return OK_EXIT
@@ -57,11 +56,23 @@ class Slurm(SlurmOptions):
             raise ConfigError(
                 f"--fresh does not work with Slurm: for a new run, `tidemill purge` and rm -r {config.folder}"
             )
-        if config.placement is not None and not config.placement.is_auto:
-            return self._write_one_job(config, config.placement)
-        check_places(config, "Slurm", self.generators)
+        whole = None if config.placement is None or config.placement.is_auto else config.placement
+        if whole is None:
+            check_places(config, "Slurm", self.generators)
+        else:
+            options = ("generators", "generator_gpus", "trainer_nodes", "trainer_gpus", "container")
+            check_whole(self, config, "slurm", *options)
         check_record(config)
-        self._check(config)
+        elsewhere = bool(self.setup or self.container)
+        # What only a job's node can tell: its ports, and the data, user's code and model of another environment.
+        skip = {"control plane", *(["user code"] if elsewhere else []), *(["model"] if self.container else [])}
+        check(config, here=not elsewhere and not any(pool.python for pool in config.pools.values()), skip=skip)
+        if whole is not None:
+            # One job on one node with the whole run, in which GPUs are used in turns.
+            DeviceQuota.check(config)
+            folder = self._make_folder(config)
+            values = self._values(config, folder) | {"gpus": _gpus(whole.least_gpus), "grace_s": str(GRACE_S)}
+            return [_write(folder / name, name, values) for name in (SCRIPTS[0], UP)]
         dealt = self.deal(config)
         DeviceQuota.check(config, self.trainer_nodes * max(1, _number(dealt.trainer_gpus)), self.generators)
         gpus = {pool: self.deal(one).generator_gpus for pool, one in by_pool(config).items()}
@@ -71,27 +82,6 @@ class Slurm(SlurmOptions):
             print(text if dealt.trainer_gpus or any(gpus.values()) else NO_GPUS, file=sys.stderr)
         return dealt.write(config, gpus)
 
-    def _write_one_job(self, config: TidemillConfig, placement: PlacementConfig) -> list[Path]:
-        """Write the script of one job on one node with the whole run, in which GPUs are used in turns."""
-        check_whole(self, config, "slurm", "generators", "generator_gpus", "trainer_nodes", "trainer_gpus", "container")
-        check_record(config)
-        self._check(config)
-        DeviceQuota.check(config)
-        folder = self._make_folder(config)
-        values = self._values(config, folder) | {"gpus": _gpus(placement.least_gpus), "grace_s": str(GRACE_S)}
-        return [_write(folder / name, name, values) for name in (SCRIPTS[0], UP)]
-
-    def _check(self, config: TidemillConfig) -> None:
-        """The check of ``tidemill up``, without what only a job's node can tell; ConfigError for what cannot work."""
-        skip = {"control plane"}
-        if self.setup or self.container:
-            # Data and the user's code are read in an environment that is not this one.
-            skip |= {"user code"}
-        if self.container:
-            skip |= {"model"}
-        elsewhere = self.setup or self.container or any(pool.python for pool in config.pools.values())
-        check(config, here=not elsewhere, skip=skip)
-
     def deal(self, config: TidemillConfig) -> Slurm:
         """Return the same with numbers for ``auto``; ConfigError for what can be none."""
         check_counts(self.trainer_gpus, self.generator_gpus)
@@ -99,12 +89,11 @@ class Slurm(SlurmOptions):
             return self
         command = ["sinfo", "--noheader", "--format=%G", *([f"--partition={self.partition}"] if self.partition else [])]
         there = "gpu" in ask(command)
-        trainer = config.trainer.processes if self.trainer_gpus == "auto" and there else self.trainer_gpus
-        generator = engine_width(config) if self.generator_gpus == "auto" and there else self.generator_gpus
+        trainer, generator = (config.trainer.processes, engine_width(config)) if there else (0, 0)
         return replace(
             self,
-            trainer_gpus=0 if trainer == "auto" else trainer,
-            generator_gpus=0 if generator == "auto" else generator,
+            trainer_gpus=trainer if self.trainer_gpus == "auto" else self.trainer_gpus,
+            generator_gpus=generator if self.generator_gpus == "auto" else self.generator_gpus,
         )
 
     def write(self, config: TidemillConfig, gpus: Mapping[str, int | Auto] | None = None) -> list[Path]:
@@ -127,13 +116,18 @@ class Slurm(SlurmOptions):
         queued = [_script(pool) for pool, size in arrays.items() if size]
         values["queue_generators"] = "\n".join(f"sbatch $after {shlex.quote(str(folder / name))}" for name in queued)
         values["generators"] = _script("POOL" if config.pools else "")
-        written = [
-            _write(folder / _script(pool), GENERATORS, values | self._array(config, pool, size, (gpus or {}).get(pool)))
-            for pool, size in arrays.items()
-        ]
-        for name in ([PREPARE] if config.warm_start else []) + [*SCRIPTS]:
-            written.append(_write(folder / name, name, values))
-        return written
+        written = []
+        for pool, size in arrays.items():
+            own = {
+                "last": str(max(size, 1) - 1),
+                "dash": f"-{pool}" if pool else "",
+                "pool": f"--pool {pool} " if pool else "",
+                "generator_gpus": _gpus((gpus or {}).get(pool, self.generator_gpus)),
+                "sbatch": self._common(config.pools[pool].slurm if pool else {}),
+            }
+            written.append(_write(folder / _script(pool), GENERATORS, values | own))
+        names = [*([PREPARE] if config.warm_start else []), *SCRIPTS]
+        return written + [_write(folder / name, name, values) for name in names]
 
     def _make_folder(self, config: TidemillConfig) -> Path:
         """Make the folder of the scripts, and write the configuration in effect into that of the run."""
@@ -143,34 +137,24 @@ class Slurm(SlurmOptions):
         settle_configuration(config)
         return folder
 
-    def _array(self, config: TidemillConfig, pool: str, size: int, gpus: int | Auto | None) -> dict[str, str]:
-        """Return what the script of a pool's generators says of them; pool: empty without pools."""
-        return {
-            "last": str(max(size, 1) - 1),
-            "dash": f"-{pool}" if pool else "",
-            "pool": f"--pool {pool} " if pool else "",
-            "generator_gpus": _gpus(self.generator_gpus if gpus is None else gpus),
-            "sbatch": self._common(config.pools[pool].slurm if pool else {}),
-        }
-
     def _values(self, config: TidemillConfig, folder: Path) -> dict[str, str]:
-        commands = {
-            f"run_{role}": self._command(role) for role in ("control", "feeder", "reward", "generator", "trainer")
-        }
         prepared = f"--dependency=afterok:$(sbatch --parsable {shlex.quote(str(folder / PREPARE))})"
+        file = shlex.quote(str(config.folder / CONFIG))
+        # The virtual environment of this very process.
+        activate = Path(sys.prefix) / "bin" / "activate"
         return {
-            **commands,
+            **{f"run_{role}": self._command(role) for role in ROLES},
             "run": config.run.name,
-            "config": shlex.quote(str(config.folder / CONFIG)),
+            "config": file,
             "folder": shlex.quote(str(folder)),
             "workdir": shlex.quote(os.getcwd()),
-            "setup": self.setup or _activate(),
+            "setup": self.setup or (f". {shlex.quote(str(activate))}" if activate.is_file() else ":"),
             "sbatch": self._common(),
             "own_broker": "yes" if self.own_broker else "no",
             "rewards": str(config.reward.replicas),
             "trainer_gpus": _gpus(self.trainer_gpus),
             "trainer_nodes": str(self.trainer_nodes),
-            "start_trainer": self._trainer(shlex.quote(str(config.folder / CONFIG))),
+            "start_trainer": self._trainer(file),
             "queue_prepare": f"after={prepared if config.warm_start else ''}",
         }
 
@@ -218,9 +202,3 @@ def _number(gpus: int | Auto) -> int:
 def _gpus(gpus: int | Auto) -> str:
     count = _number(gpus)
     return f"#SBATCH --gpus-per-node={count}" if count else "# No GPU was asked for."
-
-
-def _activate() -> str:
-    """Return the line that makes `tidemill` known: the virtual environment of this very process."""
-    script = Path(sys.prefix) / "bin" / "activate"
-    return f". {shlex.quote(str(script))}" if script.is_file() else ":"

@@ -176,7 +176,7 @@ def test_each_pool_is_an_array_with_its_own_options_and_gpus(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("deploy.launchers.slurm.ask", lambda command: "gpu:8")
-    monkeypatch.setattr(Slurm, "_check", lambda *_: None)
+    monkeypatch.setattr("deploy.launchers.slurm.check", lambda *_, **__: None)
     run = {"name": "big", "folder": str(tmp_path / "a run")}
     slurm = Slurm(folder=tmp_path / "a folder", partition="all", sbatch=["--qos=low"])
     paths = slurm.prepare(parse_config(SLURM_CONFIG | {"pools": POOLS, "run": run}))

@@ -70,7 +70,7 @@ def test_a_trainer_that_is_asked_to_end_saves_and_its_job_is_queued_again(
     number: signal.Signals, after: list[str], turns: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """SIGUSR1 comes before the time limit. After SIGTERM Slurm itself queues a preempted job. Other jobs continue."""
-    monkeypatch.setattr(Slurm, "_check", lambda *_: None)
+    monkeypatch.setattr("deploy.launchers.slurm.check", lambda *_, **__: None)
     job = Job(tmp_path, UNTIL_ASKED, turns)
     process = job.start()
     try:
@@ -131,7 +131,7 @@ def test_a_checkpoint_has_most_of_the_time_of_the_warning(tmp_path: Path) -> Non
 def test_a_run_whose_gpus_are_used_in_turns_is_one_job_with_a_broker_of_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Slurm, "_check", lambda *_: None)
+    monkeypatch.setattr("deploy.launchers.slurm.check", lambda *_, **__: None)
     monkeypatch.setenv("REDIS_URL", "redis://of-another-run")
     ended, lines = Job(tmp_path, "echo url=$REDIS_URL$REDIS_URL_FILE >>$LOG; exit 0", turns=True).run()
     assert (ended, lines) == (0, ["tidemill up", "url="])
