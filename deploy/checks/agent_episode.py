@@ -18,14 +18,14 @@ import msgspec
 import numpy as np
 
 from deploy.checks.finding import Finding
-from deploy.checks.model_files import check_made, find_unmade
+from deploy.checks.model_files import check_made
 from deploy.logs import configure_logging
 from producers.agents.episode import task_for_agent
 from producers.agents.workers.pool import AgentWorkers
 from producers.agents.workers.protocol import AgentJob, AgentResult
 from producers.agents.workers.start import AgentProgram
 from producers.datasets.loading import build_dataset
-from producers.engines.base import Completion, EngineSettings, ProgressCallback, PromptImage
+from producers.engines.base import Completion, EngineSettings
 from producers.engines.scripted import ScriptedEngine
 from producers.images.placeholders import ImagePlaceholders
 from producers.images.settings import image_settings
@@ -53,15 +53,8 @@ class FixedAnswerEngine(ScriptedEngine):
         self._given = 0
 
     async def generate(
-        self,
-        prompt_ids: Sequence[int],
-        sampling: Sampling,
-        n: int = 1,
-        prefix: Sequence[int] = (),
-        progress: ProgressCallback | None = None,
-        images: Sequence[PromptImage] = (),
+        self, prompt_ids: Sequence[int], sampling: Sampling, n: int = 1, *_: Any, **__: Any
     ) -> list[Completion]:
-        """See Engine."""
         answer = self._answers[min(self._given, len(self._answers) - 1)]
         self._given += 1
         ids = answer[: sampling.max_tokens]
@@ -79,9 +72,6 @@ class PlayedEpisode:
 
 
 def check_agent(config: TidemillConfig) -> Finding | str:
-    """Play one episode and return a line about it."""
-    if unmade := find_unmade(config):
-        return unmade
     played, warning = asyncio.run(play_episode(config)), partial(Finding, "agent episode", "warn")
     if isinstance(played.sample, FailedSample):
         advice = f"the policy answered {ANSWER!r} to every call: ignore this if the agent should then raise"
@@ -91,9 +81,9 @@ def check_agent(config: TidemillConfig) -> Finding | str:
     text = f"{calls} calls, {rows} {'row' if rows == 1 else 'rows'}"
     if sample.reward is not None:
         text += f", reward {sample.reward:g}"
-    if sample.reward is not None and all(term.name != "episode" for term in config.reward.terms):
-        text += "; no reward term uses the reward that the agent returned"
-        return warning(text, "set reward.terms to [], or add the term episode to it")
+        if all(term.name != "episode" for term in config.reward.terms):
+            text += "; no reward term uses the reward that the agent returned"
+            return warning(text, "set reward.terms to [], or add the term episode to it")
     if ignored := sample.metrics.get("ignored_settings"):
         text += f", {ignored:g} sampling settings of the agent are ignored"
     if played.replayed < calls:
@@ -103,10 +93,7 @@ def check_agent(config: TidemillConfig) -> Finding | str:
 
 
 async def play_episode(config: TidemillConfig, position: int = 0, answers: Sequence[str] = (ANSWER,)) -> PlayedEpisode:
-    """Play an example of the first training dataset twice: from its beginning, then with the saved calls.
-
-    answers: of the policy to the agent's calls, in order; the last one is repeated.
-    """
+    """Play an example of the first training dataset, then with saved calls. answers: in order, the last repeated."""
     agents = config.generator.agents.model_copy(
         update={"deadline_s": min(DEADLINE_S, config.generator.agents.deadline_s), "processes": 1, "address": LOCAL}
     )
@@ -172,8 +159,7 @@ def run_agent(
     """Run the agent on one example and print the result; exit code 1 if it fails.
 
     Without ``base_url``, the agent talks to the real endpoint in front of an engine without a model, and its
-    conversation is printed, too. answers: a file of that engine's answers, one JSON string a line. as_json: print one
-    JSON object.
+    conversation is printed, too. answers: a file of that engine's answers, one JSON string a line.
     """
     given = _read_answers(answers) if answers is not None else [ANSWER]
     if base_url is None:
@@ -188,14 +174,13 @@ def run_agent(
         said = {"reward": result.reward, "turns": result.turns, "metrics": result.metrics, "data": result.data}
         reason = f"{result.kind}: {result.error}" if result.error else result.kind
     else:
-        played = asyncio.run(play_episode(config, example, given))
-        failed = isinstance(played.sample, FailedSample)
-        reason = played.sample.reason if isinstance(played.sample, FailedSample) else "returned"
-        if not isinstance(played.sample, FailedSample):
-            found = played.sample
-            messages = found.data.get("messages", [])
-            rows = max(1, len(found.segments))
-            said = {"reward": found.reward, "rows": rows, "replayed": played.replayed, "metrics": found.metrics}
+        played, reason = asyncio.run(play_episode(config, example, given)), "returned"
+        sample, failed = played.sample, isinstance(played.sample, FailedSample)
+        if isinstance(sample, FailedSample):
+            reason = sample.reason
+        else:
+            messages, rows = sample.data.get("messages", []), max(1, len(sample.segments))
+            said = {"reward": sample.reward, "rows": rows, "replayed": played.replayed, "metrics": sample.metrics}
     seconds = round(time.monotonic() - began, 1)
     if as_json:
         print(json.dumps({"failed": failed, "reason": reason, "seconds": seconds, "messages": messages, **said}))

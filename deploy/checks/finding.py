@@ -25,10 +25,7 @@ def judged(name: str, good: bool, text: str, advice: str, bad: Level = "fail") -
 
 
 def run_check(name: str, check: Callable[[], Finding | str | None]) -> Finding:
-    """Return the finding of ``check``, which returns a finding or a text, or raises an error.
-
-    Any exception of the user's own code counts as an error of the configuration.
-    """
+    """Return what ``check`` returns or raises as a finding; any exception of the user's own code is a failure."""
     try:
         found = check()
     except TidemillError as error:
@@ -39,5 +36,4 @@ def run_check(name: str, check: Callable[[], Finding | str | None]) -> Finding:
 
 
 def one_line(text: str) -> str:
-    """Return the text without line breaks."""
     return " ".join(text.split())

@@ -13,10 +13,7 @@ TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.*", "*.tiktoken", "spi
 
 
 def check_hub_or_folder(path: str, setting: str) -> Path | None:
-    """Return the folder of a model with its configuration and weights, or None for a model of the Hub.
-
-    Raises ConfigError if it is neither, or if the Hub does not answer within HUB_DEADLINE_S.
-    """
+    """Return a whole model's folder, or None for one of the Hub; ConfigError if neither, or if the Hub is silent."""
     folder = Path(path).expanduser()
     if folder.is_dir():
         _check_config(folder, setting)
@@ -45,6 +42,12 @@ def cached_folder(path: str, setting: str = "model.path") -> Path | None:
     except HFValidationError:
         raise ConfigError(f"{setting} {path} does not exist and is not a Hub id") from None
     return Path(cached).parent if isinstance(cached, str) else None
+
+
+def local_folder(path: str) -> Path | None:
+    """Return a model's folder, or its cached folder if it is of the Hub; None if it is not here."""
+    folder = Path(path).expanduser()
+    return folder if folder.is_dir() else cached_folder(path)
 
 
 def find_unmade(config: TidemillConfig) -> str | None:

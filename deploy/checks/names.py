@@ -46,7 +46,16 @@ def check_names(config: TidemillConfig) -> str:
     for engine in engines:
         if engine != "auto":
             ENGINES.check(engine)
-    _check_not_swapped(trainer.loss.name, trainer.advantage.name)
+    # Algorithms are named after both.
+    for setting, name, ours, other, others in (
+        ("trainer.loss.name", trainer.loss.name, LOSSES, "trainer.advantage.name", ADVANTAGES),
+        ("trainer.advantage.name", trainer.advantage.name, ADVANTAGES, "trainer.loss.name", LOSSES),
+    ):
+        if name in others.names and name not in ours.names:
+            raise ConfigError(
+                f"{setting} {name!r} is a choice for {other}: set {other}={name}; {setting} is one of"
+                f" {', '.join(ours.names)}"
+            )
     for loss in trainer.losses.values():
         LOSSES.check(loss.name)
     for advantage in trainer.advantages.values():
@@ -57,19 +66,6 @@ def check_names(config: TidemillConfig) -> str:
         if rule.measure != "ratio":
             KL_ESTIMATORS.check(rule.measure)
     return f"loss {trainer.loss.name}, advantage {trainer.advantage.name}, engine {', '.join(engines)}"
-
-
-def _check_not_swapped(loss: str, advantage: str) -> None:
-    """Raise ConfigError for an advantage that is given as the loss, or the reverse: algorithms are named after both."""
-    for setting, name, ours, other, others in (
-        ("trainer.loss.name", loss, LOSSES, "trainer.advantage.name", ADVANTAGES),
-        ("trainer.advantage.name", advantage, ADVANTAGES, "trainer.loss.name", LOSSES),
-    ):
-        if name in others.names and name not in ours.names:
-            raise ConfigError(
-                f"{setting} {name!r} is a choice for {other}: set {other}={name}; {setting} is one of"
-                f" {', '.join(ours.names)}"
-            )
 
 
 def editor_schema() -> dict[str, Any]:

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Collection, Iterable, Iterator
 from itertools import chain
 from pathlib import Path
@@ -31,7 +32,7 @@ from producers.engines.sampling import check_sampling
 from producers.engines.vllm.arguments import check_machine, check_names_of_arguments
 from producers.engines.vllm.before_import import check_batch_invariance, is_cpu_build
 from producers.tasks import make_sampling
-from schemas.config import HttpEngineConfig, TidemillConfig, TrainerConfig, by_pool, dump_config
+from schemas.config import HttpEngineConfig, TidemillConfig, by_pool, dump_config
 from schemas.errors import ConfigError
 from schemas.model_folder import check_quantised, find_tokens
 from schemas.policy_shape import PolicyShape
@@ -73,11 +74,10 @@ def inspect(
         "model": lambda: check_models(config),
     }
     unusable = False
-    for name, make in checks.items():
-        if name not in skip:
-            found = run_check(name, make)
-            unusable |= name == "model" and found.level == "fail"
-            yield found
+    for name in (name for name in checks if name not in skip):
+        found = run_check(name, checks[name])
+        unusable |= name == "model" and found.level == "fail"
+        yield found
     if "user code" not in skip:
         # What reads the model would ask the Hub again, with its retries, and fail by the same cause.
         yield from _check_user_code(config, thorough and not unusable, step_s)
@@ -88,10 +88,7 @@ def inspect(
 
 
 def check_pools(config: TidemillConfig, here: bool = True) -> str:
-    """Check the packages of each pool's generators as ``check_packages`` does; ConfigError.
-
-    Those of another interpreter or machine are not looked at.
-    """
+    """Check the packages of each pool's generators, but not those of another interpreter or machine; ConfigError."""
     found = {}
     for name, one in by_pool(config).items():
         python = config.pools[name].python if name else None
@@ -121,7 +118,9 @@ def check_packages(config: TidemillConfig, here: bool = True) -> str:
             _check_server(config.generator.http)
         if config.trainer.lora is not None:
             _need("peft", "trainer.lora", "train")
-        _check_torchao(config.trainer)
+        for name, section in (("trainer", config.trainer), ("trainer.critic", config.trainer.critic)):
+            if section is not None and section.optimizer.name == "adamw_8bit":
+                _need("torchao", f"{name}.optimizer.name adamw_8bit")
     if engine == "vllm":
         check_names_of_arguments(config.generator.args)
         if here and is_cpu_build():
@@ -147,15 +146,6 @@ def _check_server(http: HttpEngineConfig) -> None:
         raise ConfigError(f"generator.http.command {http.command[0]}: program not found")
     if http.url is None and http.command is None:
         _need(http.dialect, f"generator.http.dialect {http.dialect} without url or command", http.dialect)
-
-
-def _check_torchao(trainer: TrainerConfig) -> None:
-    optimizers = {"trainer.optimizer": trainer.optimizer}
-    if trainer.critic is not None:
-        optimizers["trainer.critic.optimizer"] = trainer.critic.optimizer
-    for setting, optimizer in optimizers.items():
-        if optimizer.name == "adamw_8bit":
-            _need("torchao", f"{setting}.name adamw_8bit")
 
 
 def _need(package: str, what: str, extra: str = "") -> None:
@@ -192,9 +182,8 @@ def check_control(config: TidemillConfig) -> Finding | str:
     settings = config.control
     if not settings.enabled:
         return "disabled"
-    with contextlib.closing(
-        listen(settings.host, settings.port, read_token(settings.token_file, os.environ))
-    ) as listener:
+    token = read_token(settings.token_file, os.environ)
+    with contextlib.closing(listen(settings.host, settings.port, token)) as listener:
         port = listener.getsockname()[1]
     if settings.port not in (0, port):
         text = f"control.port {settings.port} is in use on {settings.host}: the control plane will use a free one"
@@ -255,13 +244,8 @@ def _check_user_code(config: TidemillConfig, thorough: bool, step_s: float | Non
         child = subprocess.Popen(
             command, stdin=request, stdout=subprocess.PIPE, stderr=output, encoding="utf-8", env=environment
         )
-        late = threading.Event()
-
-        def give_up() -> None:
-            late.set()
-            child.kill()
-
-        timer = threading.Timer(USER_CODE_DEADLINE_S, give_up)
+        ends = time.monotonic() + USER_CODE_DEADLINE_S
+        timer = threading.Timer(USER_CODE_DEADLINE_S, child.kill)
         timer.start()
         running = "user code"
         try:
@@ -271,6 +255,7 @@ def _check_user_code(config: TidemillConfig, thorough: bool, step_s: float | Non
                     running = answer["begins"]
                 else:
                     yield Finding(**answer)
+            is_late = time.monotonic() >= ends
         finally:
             timer.cancel()
             child.kill()
@@ -280,5 +265,5 @@ def _check_user_code(config: TidemillConfig, thorough: bool, step_s: float | Non
         output.seek(0)
         lines = output.read().strip().splitlines()
         reason = lines[-1] if lines else f"exit code {child.returncode}"
-        text = f"no answer within {USER_CODE_DEADLINE_S:.0f} s" if late.is_set() else f"the check ended: {reason}"
+        text = f"no answer within {USER_CODE_DEADLINE_S:.0f} s" if is_late else f"the check ended: {reason}"
         yield Finding(running, "fail", one_line(f"{running}: {text}"))

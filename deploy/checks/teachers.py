@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from deploy.checks.finding import Finding
-from deploy.checks.model_files import cached_folder
+from deploy.checks.model_files import local_folder
 from schemas.config import RewardTerm, TidemillConfig
 from schemas.errors import ConfigError
 from schemas.model_folder import read_json, read_vocabulary
@@ -44,10 +44,8 @@ def _refusal(teacher: Any, config: TidemillConfig) -> ConfigError:
 
 def _tokenizer_file(path: str) -> Path | None:
     """Return tokenizer.json of a folder or a cached model of the Hub; None if there is no such file."""
-    folder = Path(path).expanduser()
-    found = folder if folder.is_dir() else cached_folder(path)
-    file = None if found is None else found / "tokenizer.json"
-    return file if file is not None and file.is_file() else None
+    folder = local_folder(path)
+    return folder / "tokenizer.json" if folder and (folder / "tokenizer.json").is_file() else None
 
 
 def _ask_server(term: RewardTerm, file: Path, config: TidemillConfig) -> str | None:

@@ -1,7 +1,4 @@
-"""The checks that only ``tidemill doctor`` makes, since they take seconds or need a metric of the run.
-
-The model without its weights, the lengths of prompts, how turns of episodes are joined, and whether their times fit.
-"""
+"""The checks that only ``tidemill doctor`` makes, since they take seconds or need a metric of the run."""
 
 import asyncio
 from collections import deque
@@ -10,7 +7,6 @@ from statistics import median
 from typing import Any
 
 from deploy.checks.finding import Finding
-from deploy.checks.model_files import find_unmade
 from producers.datasets.loading import ShortPrompts, build_dataset
 from schemas.config import TidemillConfig
 from schemas.errors import ConfigError, DataError
@@ -31,8 +27,6 @@ def measure_model(config: TidemillConfig) -> Finding | str:
     path, trust = config.model.path, config.model.trust_remote_code
     if config.model.kind == "mlp":
         return "a small policy, of the sizes in its config.json"
-    if unmade := find_unmade(config):
-        return unmade
     import torch
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
@@ -60,8 +54,6 @@ def measure_model(config: TidemillConfig) -> Finding | str:
 
 def measure_prompts(config: TidemillConfig) -> Finding | str:
     """Check that the first prompts fit into model.max_length, in tokens as generators encode them."""
-    if unmade := find_unmade(config):
-        return unmade
     from producers.prompt_meter import PromptMeter
 
     measure, room = PromptMeter(config), config.model.max_length
@@ -96,8 +88,6 @@ def measure_prompts(config: TidemillConfig) -> Finding | str:
 
 def check_bridge(config: TidemillConfig) -> Finding | str:
     """Join turns with the model's own chat template, as generators do when they start."""
-    if unmade := find_unmade(config):
-        return unmade
     from producers.conversation import template_check
     from producers.conversation.chat_template import ChatTemplate
     from producers.tokenizer import HfTokenizer
@@ -113,10 +103,7 @@ def check_bridge(config: TidemillConfig) -> Finding | str:
 
 
 def compare_times(config: TidemillConfig, step_s: float | None) -> Finding | str:
-    """Compare the longest time of an episode with the steps and evaluations that wait for it.
-
-    step_s: seconds of a step; by default those of the run's last steps, without waiting, if there are any.
-    """
+    """Compare the longest time of an episode with what waits for it. step_s: of a step, by default as measured."""
     deadline_s, held = config.generator.agents.deadline_s, config.flow.staleness + 1
     text = f"episodes take up to {deadline_s:g} s, the trainer gives up after {config.trainer.batch_timeout_s:g} s"
     problems, advice = [], []

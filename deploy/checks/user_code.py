@@ -63,24 +63,24 @@ def checks(config: TidemillConfig, thorough: bool = False, step_s: float | None 
     if thorough:
         from deploy.checks import thorough as more
 
-        yield "prompts", partial(more.measure_prompts, config)
+        def of_model(check: Callable[[TidemillConfig], Finding | str]) -> Callable[[], Finding | str]:
+            return lambda: find_unmade(config) or check(config)
+
+        yield "prompts", of_model(more.measure_prompts)
         if config.generator.workflow.name == "tools":
             yield "tools", partial(more.start_tools, config)
         if config.generator.workflow.name in EPISODE_WORKFLOWS:
-            yield "joined turns", partial(more.check_bridge, config)
+            yield "joined turns", of_model(more.check_bridge)
         if config.generator.workflow.name == "agent":
             from deploy.checks.agent_episode import check_agent
 
-            yield "agent episode", partial(check_agent, config)
+            yield "agent episode", of_model(check_agent)
             yield "episode times", partial(more.compare_times, config, step_s)
-        yield "model size", partial(more.measure_model, config)
+        yield "model size", of_model(more.measure_model)
 
 
 def check_data(config: TidemillConfig, first: list[Example]) -> Finding | str:
-    """Open every dataset and read its first example. Warn if a batch needs more prompts than there are.
-
-    first: receives the first examples of the training datasets.
-    """
+    """Open every dataset and read its first example, those of training into ``first``. Warn of too few prompts."""
     count, texts = 0, []
     for dataset in config.train:
         levels = [build_dataset(level, config.base) for level in dataset.at_levels()]
@@ -229,28 +229,22 @@ def check_generator(config: TidemillConfig) -> str:
         from producers.agents.workflow import AgentWorkflow
 
         check_agent(AgentWorkflow(**generator.workflow.args).program(config.base, generator.agents))
-    engines = [
-        _check_engine(one)
-        for name, one in by_pool(config).items()
-        # Another interpreter has packages of its own.
-        if not name or config.pools[name].python is None
-    ]
+    engines = []
+    for name, one in by_pool(config).items():
+        if name and config.pools[name].python is not None:
+            # Another interpreter has packages of its own.
+            continue
+        engines.append(engine := engine_name(one.generator.engine))
+        if engine not in ENGINES.names:
+            find_engine(one.generator.engine, config.base)
+        if engine == "scripted":
+            from producers.engines.scripted import SampleScript
+
+            bind(f"pools.{name}.generator" if name else "generator", SampleScript, one.generator.args)
     return f"{generator.workflow.name} on {', '.join(engines)}"
 
 
-def _check_engine(config: TidemillConfig) -> str:
-    engine, args = engine_name(config.generator.engine), config.generator.args
-    if engine not in ENGINES.names:
-        find_engine(config.generator.engine, config.base)
-    if engine == "scripted":
-        from producers.engines.scripted import SampleScript
-
-        bind(f"pools.{config.pool}.generator" if config.pool else "generator", SampleScript, args)
-    return engine
-
-
 def check_own_trackers(config: TidemillConfig) -> str:
-    """Import the trackers that are the user's own."""
     names = config.trainer.trackers
     for name in names:
         if ":" in name:
