@@ -194,9 +194,7 @@ def _read(file: Path, text: str) -> dict[str, Any]:
     for words in command_lines(text):
         at = next((at for at, word in enumerate(words[:-1]) if word in ("--config", "--config-file")), None)
         if at is not None:
-            config = find_above(file, words[at + 1])
-            if config is None:
-                name = words[at + 1]
+            if (config := find_above(file, name := words[at + 1])) is None:
                 raise ConfigError(f"{file} starts from {name}, which is neither beside it nor in a folder above")
             return read_composed(config, given=overrides(words[at + 2 :]))
     raise ConfigError(f"{file} has no command with --config: there is nothing to convert")

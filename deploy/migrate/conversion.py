@@ -124,7 +124,6 @@ class Conversion:
         return [one for name, value in node.items() for one in self.missing(value, f"{path}.{name}".lstrip("."))]
 
     def ask(self, text: str) -> None:
-        """Note what is left to do."""
         self.to_do.append(text)
 
     def leave(self, reason: str, *keys: str) -> None:

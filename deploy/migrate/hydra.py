@@ -10,6 +10,7 @@ import yaml
 
 from deploy.migrate.conversion import Reference, Unread
 from deploy.migrate.shell import UNKNOWN
+from schemas.config.loading import merge
 from schemas.errors import ConfigError
 
 REFERENCE = re.compile(r"\$\{([^${}]*)\}")
@@ -60,15 +61,6 @@ def number(value: Any) -> Any:
     if isinstance(value, str) and re.fullmatch(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+", value):
         return float(value)
     return value
-
-
-def merge(base: dict[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
-    """Return nested sections with those of another mapping over them."""
-    merged = dict(base)
-    for name, value in more.items():
-        below = merged.get(name)
-        merged[name] = merge(below, value) if isinstance(below, dict) and isinstance(value, Mapping) else value
-    return merged
 
 
 def compose(file: Path, tree: dict[str, Any], folder: Path | None = None, depth: int = 8) -> dict[str, Any]:

@@ -29,21 +29,17 @@ def convert(done: Conversion) -> None:
     done.set("trainer.batch_groups", max(1, rollouts // group))
     if rollouts % group:
         done.ask(f"trainer.batch_groups: {rollouts} rollouts are no whole number of groups of {group}")
-    _loss(done)
+    low, high = done.value("trainer.loss.dppo_mask_low"), done.value("trainer.loss.dppo_mask_high")
+    done.set("trainer.loss.args.delta", max(low, high))
+    if low != high:
+        done.ask(f"trainer.loss.args.delta: {low:g} below and {high:g} above there, one bound here")
+    done.set_advantage(done.get("trainer.advantage.name"), not done.value(f"{TRAIN}.filter_zero_advantages"))
     _trainer(done)
     _engine(done)
     _environments(done)
     if done.within("model.vlm."):
         done.set("model.freeze_vision", done.value("model.vlm.freeze_vision_encoder"))
         done.read_images("image")
-
-
-def _loss(done: Conversion) -> None:
-    low, high = done.value("trainer.loss.dppo_mask_low"), done.value("trainer.loss.dppo_mask_high")
-    done.set("trainer.loss.args.delta", max(low, high))
-    if low != high:
-        done.ask(f"trainer.loss.args.delta: {low:g} below and {high:g} above there, one bound here")
-    done.set_advantage(done.get("trainer.advantage.name"), not done.value(f"{TRAIN}.filter_zero_advantages"))
 
 
 def _trainer(done: Conversion) -> None:

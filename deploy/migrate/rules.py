@@ -41,7 +41,6 @@ class ConversionRule:
     when: str = ""
 
     def converted(self, value: Any) -> Any:
-        """Return our value of theirs, None without one."""
         if isinstance(self.convert, Mapping):
             by_text = {str(theirs): ours for theirs, ours in self.convert.items()}
             return by_text.get(str(value), self.convert.get("other"))

@@ -173,7 +173,6 @@ class Script:
             self.run(body)
 
     def _test_command(self, node: Node) -> bool | None:
-        """Return the outcome of ``[[ … ]]``, ``[ … ]`` or ``(( … ))``."""
         if _raw(node.children[0]) == "((":
             number = self.number(_raw(node)[2:-2])
             return None if number is None else number != 0
@@ -251,7 +250,6 @@ class Script:
         return "".join([*parts, source[start:].decode()])
 
     def _variable(self, node: Node, quoted: bool) -> str:
-        """Return the value of ``$name`` or ``${name…}``."""
         text = _raw(node).strip()
         if text[1:] in ("@", "*", "{@}", "{*}"):
             # The script is started without arguments.

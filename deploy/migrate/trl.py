@@ -147,7 +147,6 @@ def _data(done: Conversion) -> None:
 
 
 def _workflow(done: Conversion) -> None:
-    """Convert what makes a sample a conversation."""
     if any(key in done.known for key in ("environment_factory", "rollout_func", "rollout_worker")):
         done.set("generator.workflow.name", FILL_IN)
     elif done.known.get("tools"):

@@ -263,8 +263,7 @@ def _function(node: ast.expr, source: ScriptSource, kind: str) -> str:
 def move_functions(script: Path, done: Conversion, folder: Path) -> list[Path]:
     """Write the functions that the conversion of a Python script names to files in ``folder``; returns these files.
 
-    A file that exists stays as it is. The notes then name what a function needs and the file lacks, in place of asking
-    for the move.
+    A file that exists stays as it is. The notes then name what a function needs and the file lacks.
     """
     written = []
     for name in dict.fromkeys(re.findall(rf"\b{re.escape(script.stem)}_(?:reward|tool)s\.py(?=:)", str(done.config))):

@@ -113,7 +113,6 @@ def _engine(done: Conversion) -> None:
 
 
 def _correction(done: Conversion) -> None:
-    """Convert corrections for the difference between the sampling and the training policy."""
     known = done.known
     bypass, weights = known.get(f"{CORRECTION}.bypass_mode", False), known.get(f"{CORRECTION}.rollout_is")
     loss, limit = known.get(f"{CORRECTION}.loss_type", "ppo_clip"), f"{CORRECTION}.rollout_is_threshold"

@@ -145,7 +145,7 @@ def of_pool(config: TidemillConfig, name: str | None) -> TidemillConfig:
     if pool.generator.get("engine", config.generator.engine) != config.generator.engine:
         common = {key: value for key, value in common.items() if key not in ("args", "http")}
     own = {"replicas": len(pool.units), **pool.generator} if pool.units else pool.generator
-    data["generator"] = _merge(common, own)
+    data["generator"] = merge(common, own)
     try:
         found = parse_config(data)
     except ConfigError as error:
@@ -169,10 +169,10 @@ def of_node(config: TidemillConfig, node: str) -> dict[str, TidemillConfig]:
     return {name: one for name, one in by_pool(config).items() if not name or config.pools[name].is_on(node)}
 
 
-def _merge(common: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+def merge(common: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
     """Return ``common`` with the values of ``own``, also in the mappings below."""
     both = {
-        key: _merge(common[key], value) if isinstance(value, dict) and isinstance(common.get(key), dict) else value
+        key: merge(common[key], value) if isinstance(value, dict) and isinstance(common.get(key), dict) else value
         for key, value in own.items()
     }
     return {**common, **both}
