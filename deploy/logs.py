@@ -5,7 +5,7 @@ import errno
 import logging
 import os
 import sys
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any, TextIO, cast
 
@@ -15,10 +15,7 @@ from schemas.config import TidemillConfig
 
 
 class LossyStream:
-    """A stream of which lines are lost while it can't be written, as on a full disk: no thread ends of a log line.
-
-    A pipe without a reader or a terminal that is closed is replaced by /dev/null.
-    """
+    """A stream that loses what can't be written, as on a full disk; without a reader or terminal it is /dev/null."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -27,23 +24,20 @@ class LossyStream:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
-        with self._lossy():
-            return self._stream.write(text)
-        return 0
+        return self._try(self._stream.write, text) or 0
 
     def flush(self) -> None:
-        with self._lossy():
-            self._stream.flush()
+        self._try(self._stream.flush)
 
-    @contextlib.contextmanager
-    def _lossy(self) -> Iterator[None]:
+    def _try(self, act: Callable[..., int | None], *given: str) -> int | None:
         try:
-            yield
+            return act(*given)
         except OSError as error:
             if error.errno in (errno.EPIPE, errno.EIO):
                 # What is left in its buffer would fail once more, at the end of this process.
                 with contextlib.suppress(OSError), open(os.devnull, "wb") as nowhere:
                     os.dup2(nowhere.fileno(), self._stream.fileno())
+            return None
 
 
 def lossy(stream: TextIO) -> TextIO:
@@ -60,12 +54,6 @@ def configure_logging(config: TidemillConfig, role: str, name: str, stream: Text
     human = config.log.format == "human" or (config.log.format == "auto" and coloured)
     level = logging.getLevelNamesMapping()[config.log.level.upper()]
     context = {"run": config.run.name, "role": role, "service": name}
-
-    def add_context(logger: Any, method: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
-        for key, value in context.items():
-            event.setdefault(key, value)
-        return event
-
     shared: list[structlog.typing.Processor] = [
         structlog.contextvars.merge_contextvars,
         structlog.stdlib.add_log_level,
@@ -75,7 +63,7 @@ def configure_logging(config: TidemillConfig, role: str, name: str, stream: Text
     if human:
         render = [structlog.dev.ConsoleRenderer(colors=coloured)]
     else:
-        shared.append(add_context)
+        shared.append(lambda logger, method, event: {**event, **context, **event})
         render = [structlog.processors.format_exc_info, structlog.processors.JSONRenderer(default=str)]
     structlog.configure(
         processors=[*shared, *render],

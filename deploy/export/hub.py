@@ -1,6 +1,5 @@
 """An exported model for others: its model card with curve and metrics of its run, and the way to the hub."""
 
-from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -20,27 +19,15 @@ TAGS = ["reinforcement-learning", "tidemill"]
 
 
 def write_card(config: TidemillConfig, folder: Path, checkpoint: str, adapter: bool) -> None:
-    """Write the model card into an exported model's folder, with the curve of the run up to its step."""
-    step = int(checkpoint.split("-")[1])
-    run = RunFolder(config.folder, config.run.name)
-    if rewards := _rewards(run, step):
-        evaluations = [
-            Evaluation(one.version, one.mean, one.wall_s or 0.0, one.accuracy)
-            for one in read_evaluations(run.path)
-            if one.mean is not None and one.version <= step
+    """Write an exported model's card: base model, data, settings and results of its run, with a curve if it has any."""
+    run, step = RunFolder(config.folder, config.run.name), int(checkpoint.split("-")[1])
+    title, rewards = f"{config.run.name}, step {step}", _rewards(run, step)
+    found = [(one, one.mean) for one in read_evaluations(run.path) if one.mean is not None]
+    if rewards:
+        shown = [
+            Evaluation(one.version, mean, one.wall_s or 0.0, one.accuracy) for one, mean in found if one.version <= step
         ]
-        title = f"{config.run.name}, step {step}"
-        plot_run(StoredLines(run.path / METRICS), evaluations, title, folder / PLOT, step)
-    (folder / CARD).write_text(make_card(config, run, step, rewards, adapter), encoding="utf-8")
-
-
-def make_card(
-    config: TidemillConfig, run: RunFolder, step: int, rewards: Sequence[tuple[str, str]], adapter: bool
-) -> str:
-    """Return the model card: base model, data, settings and results, as the run's folder has them.
-
-    rewards: the rows about them; with any there is a curve.
-    """
+        plot_run(StoredLines(run.path / METRICS), shown, title, folder / PLOT, step)
     datasets = [_title(one) for one in config.train]
     front: dict[str, Any] = {"library_name": "peft" if adapter else "transformers", "tags": TAGS}
     base, _ = split_revision(config.model.path)
@@ -58,32 +45,25 @@ def make_card(
         ("Staleness bound", str(config.flow.staleness)),
         *rewards,
     ]
-    evaluations = [
-        f"| {one.version} | {one.scored} | {one.mean:.4g} |"
-        for one in read_evaluations(run.path)
-        if one.mean is not None
-    ]
     parts = [
-        f"---\n{yaml.safe_dump(front, sort_keys=False)}---\n\n# {config.run.name}, step {step}",
+        f"---\n{yaml.safe_dump(front, sort_keys=False)}---\n\n# {title}",
         f"{'An adapter' if adapter else 'A model'} trained by reinforcement learning with Tidemill"
         f" {version('tidemill')}. The metrics are those of its run.",
         "\n".join(["| | |", "| --- | --- |", *(f"| {name} | {_cell(value)} |" for name, value in rows)]),
     ]
     if rewards:
         parts.append(f"![Mean reward and evaluations over the steps]({PLOT})")
-    if evaluations:
-        table = ["| Weight version | Samples | Mean reward |", "| --- | --- | --- |", *evaluations]
+    if found:
+        table = ["| Weight version | Samples | Mean reward |", "| --- | --- | --- |"]
+        table += [f"| {one.version} | {one.scored} | {mean:.4g} |" for one, mean in found]
         parts += ["## Evaluations on held-out prompts", "\n".join(table)]
     changed = config.model_dump(mode="json", exclude_defaults=True, include={"sampling", "reward", "trainer", "flow"})
     parts += ["## Settings", f"```yaml\n{yaml.safe_dump(mask_tree(changed), sort_keys=False)}```"]
-    return "\n\n".join(parts) + "\n"
+    (folder / CARD).write_text("\n\n".join(parts) + "\n", encoding="utf-8")
 
 
 def push(folder: Path, repository: str, private: bool) -> str:
-    """Upload an exported model to the hub, in one commit; returns its address. The token is the hub client's own.
-
-    ConfigError when the repository's name or the token is wrong, InfraError when the hub does not answer.
-    """
+    """Upload an exported model to the hub in one commit; returns its address. ConfigError; InfraError: no answer."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalTokenNotFoundError
 

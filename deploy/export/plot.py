@@ -28,10 +28,7 @@ MEMORY = {
 
 @dataclass(frozen=True)
 class Evaluation:
-    """A complete evaluation on held-out prompts. reward: mean; wall_s: since the run began.
-
-    accuracy: share of correct samples; None if the configuration does not say which are correct.
-    """
+    """A complete evaluation on held-out prompts: mean reward, share of correct samples, seconds since the run began."""
 
     version: int
     reward: float
@@ -46,10 +43,7 @@ def plot_run(
     file: Path,
     last: int | None = None,
 ) -> None:
-    """Write a PNG. ``metrics`` are the lines of metrics.jsonl; an evaluation of version v belongs to step v.
-
-    metrics: looped over twice. last: the last step whose reward is shown.
-    """
+    """Write a PNG of metrics.jsonl, looped over twice, up to step ``last``; an evaluation's version is its step."""
     # matplotlib takes a second to load and nothing before needs it.
     from matplotlib.figure import Figure
 
@@ -134,18 +128,10 @@ def _curves(
         axes.plot(xs, smooth(rewards, window), color=REWARD, linewidth=1.8, label="training reward")
     if evals:
         axes.plot(eval_xs, evals, color=HELD_OUT, linewidth=1.8, marker="o", markersize=5, label=label)
-        ends = (0, len(evals) - 1) if len(evals) > 1 else (0,)
-        for end in ends:
-            axes.annotate(
-                f"{evals[end]:.2f}",
-                (eval_xs[end], evals[end]),
-                xytext=(10, -4) if end == 0 else (0, -17),
-                textcoords="offset points",
-                ha="left" if end == 0 else "center",
-                fontsize=9,
-                color=HELD_OUT,
-                fontweight="bold",
-            )
+        style: dict[str, Any] = {"textcoords": "offset points", "fontsize": 9, "color": HELD_OUT, "fontweight": "bold"}
+        for end in sorted({0, len(evals) - 1}):
+            style |= {"xytext": (0, -17), "ha": "center"} if end else {"xytext": (10, -4), "ha": "left"}
+            axes.annotate(f"{evals[end]:.2f}", (eval_xs[end], evals[end]), **style)
     axes.set_xlim(left=0)
     axes.margins(y=0.12)
     axes.grid(axis="y", color="#e6e8eb", linewidth=0.8)

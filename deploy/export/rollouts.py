@@ -111,13 +111,12 @@ class RolloutReplay(AbstractContextManager["RolloutReplay"]):
 
     def _read(self) -> dict[int, list[Piece]]:
         files, sampling = BatchFiles(self._config.folder), make_sampling(self._config.sampling)
+        supervised = self._config.supervised_weights
         found: dict[int, list[Piece]] = {}
         for step in range(self._plan.first, self._plan.last):
             for group in files.read(step).groups:
                 seed = task_seed(self._config.run.seed, group.task_id)
-                generated = [
-                    sample for sample in group.samples if sample.dataset not in self._config.supervised_weights
-                ]
+                generated = [sample for sample in group.samples if sample.dataset not in supervised]
                 self.samples += len(generated)
                 for piece in (piece for sample in generated for piece in pieces_of(sample, seed, sampling)):
                     found.setdefault(piece.version, []).append(piece)
@@ -137,9 +136,7 @@ class RolloutReplay(AbstractContextManager["RolloutReplay"]):
         return {"samples": self.samples, "tokens": self.tokens, "other": left, "differs": self.differs}
 
     def verdict(self) -> str:
-        """Return the outcome as a line."""
-        what = f"{self.tokens} tokens of {self.samples} samples were generated again"
-        left = self.as_json()["other"]
+        what, left = f"{self.tokens} tokens of {self.samples} samples were generated again", self.as_json()["other"]
         rest = f"; {left} others are of weights that these steps do not pass through" if left else ""
         if not self.differs:
             return f"equal: {what}, to the bit{rest}"

@@ -29,7 +29,6 @@ from producers.prompt_meter import PromptMeter
 from producers.tasks import TaskLimits, make_task
 from producers.tokenizer import HfTokenizer
 from producers.workflows.base import FailedSample, RolloutContext, WorkflowServices, find_workflow, running
-from producers.workflows.trajectory_builder import SampledCompletion
 from schemas.config import EvalConfig, RewardTerm, TidemillConfig
 from schemas.messages import Task, Trajectory
 from schemas.model_folder import find_tokens
@@ -48,10 +47,7 @@ class HeldOut:
 
 @dataclass(frozen=True)
 class Duel:
-    """A comparison over prompts that both answered; a prompt is won by the higher mean reward of its samples.
-
-    Half a win is added to both sides, so that a model that wins everything is ahead by a finite number.
-    """
+    """A comparison of models by prompts that both answered; both get half a win more, so that Elo is finite."""
 
     wins: int
     ties: int
@@ -70,10 +66,7 @@ class Duel:
         return (self.wins + self.ties / 2 + 0.5) / (self.wins + self.ties + self.losses + 1)
 
     def elo(self) -> tuple[float, float, float]:
-        """Return the first model's lead in Elo points, and the bounds of its interval of 95 %.
-
-        400 * log10(p / (1 - p)), p the share; the bounds are Wilson's, which take a tie for half a win.
-        """
+        """Return the lead in Elo points, 400 * log10(p / (1 - p)), and Wilson's bounds of 95 %; ties are half won."""
         count, z = self.wins + self.ties + self.losses + 1, 1.96
         middle = (self.share + z * z / (2 * count)) / (1 + z * z / count)
         spread = z / (1 + z * z / count) * math.sqrt(self.share * (1 - self.share) / count + (z / (2 * count)) ** 2)
@@ -96,10 +89,7 @@ def evaluate_model(
     against: Path | None = None,
     as_json: bool = False,
 ) -> None:
-    """Evaluate the model in ``model`` (model.path when None) and print one line for each dataset, or all as JSON.
-
-    against: another model, with which it is compared prompt by prompt.
-    """
+    """Evaluate ``model`` or model.path, also ``against`` another by prompts; print a line for each dataset, or JSON."""
     configure_logging(config, "eval", "eval")
     prepare_engine(config.generator.engine, config.model.kind == "vision")
     path = config.model.path if model is None else str(model)
@@ -111,42 +101,26 @@ def evaluate_model(
     results, rewards = asyncio.run(_evaluate(config, held_out, path))
     others = asyncio.run(_evaluate(config, held_out, str(against)))[1] if against else []
     duels = {one.label: Duel.of(a, b) for one, a, b in zip(held_out, rewards, others, strict=False)}
-    if as_json:
-        found = _as_json(config, path, held_out, results, time.monotonic() - began)
-        duelled = {label: duel.as_json() for label, duel in duels.items()}
-        print(json.dumps(found | ({"against": str(against), "duels": duelled} if against else {})))
-    for one, result in zip(held_out, results, strict=True) if not as_json else ():
+    engine, seconds, datasets = engine_name(config.generator.engine), time.monotonic() - began, dict[str, Any]()
+    for one, result in zip(held_out, results, strict=True):
+        figures = result.figures(one.passes, config.has_accuracy)
+        datasets[one.label] = {"samples": result.scored, "failed": result.failed, **figures}
+        if as_json:
+            continue
         name = f"{path}, {one.label}" if len(held_out) > 1 else path
+        shown = [f"{each} {value:.4f}" for each, value in figures.items() if each.startswith(("accuracy", "pass@"))]
         print(
             f"{name}: held-out reward {result.mean:.4f} on {result.scored} samples, {result.failed} failed"
-            f" ({engine_name(config.generator.engine)}, {time.monotonic() - began:.0f} s)"
-            f"{_rates(one, result, config.has_accuracy)}"
+            f" ({engine}, {seconds:.0f} s){': ' if shown else ''}{', '.join(shown)}"
         )
         if against:
             print(f"{name} against {against}, by prompts: {duels[one.label]}")
+    if as_json:
+        found = {"model": path, "engine": engine, "seconds": round(seconds, 1), "datasets": datasets}
+        duelled = {label: duel.as_json() for label, duel in duels.items()}
+        print(json.dumps(found | ({"against": str(against), "duels": duelled} if against else {})))
     if not all(result.scored for result in results):
         sys.exit(1)
-
-
-def _as_json(
-    config: TidemillConfig, path: str, held_out: list[HeldOut], results: list[DatasetResult], seconds: float
-) -> dict[str, Any]:
-    datasets = {
-        one.label: {
-            "samples": result.scored,
-            "failed": result.failed,
-            **result.figures(one.passes, config.has_accuracy),
-        }
-        for one, result in zip(held_out, results, strict=True)
-    }
-    engine = engine_name(config.generator.engine)
-    return {"model": path, "engine": engine, "seconds": round(seconds, 1), "datasets": datasets}
-
-
-def _rates(held_out: HeldOut, result: DatasetResult, has_accuracy: bool) -> str:
-    figures = result.figures(held_out.passes, has_accuracy)
-    shown = [f"{name} {value:.4f}" for name, value in figures.items() if name.startswith(("accuracy", "pass@"))]
-    return f": {', '.join(shown)}" if shown else ""
 
 
 def open_datasets(config: TidemillConfig, evaluation: EvalConfig) -> list[HeldOut]:
@@ -157,10 +131,8 @@ def open_datasets(config: TidemillConfig, evaluation: EvalConfig) -> list[HeldOu
         dataset, sampling = build_dataset(one, config.base, measure), evaluation.sampling_of(one)
         first = sum(len(before.tasks) for before in found)
         limits = TaskLimits(config.broker.max_message_bytes, image_settings(config))
-        examples = [dataset[i] for i in range(len(dataset))]
         tasks = [
-            make_task(first + i, "eval", example, sampling, one.label, limits=limits)
-            for i, example in enumerate(examples)
+            make_task(first + i, "eval", dataset[i], sampling, one.label, limits=limits) for i in range(len(dataset))
         ]
         terms = evaluation.terms_of(one)
         terms = [term for term in config.reward.terms if term.is_reward] if terms is None else terms
@@ -189,22 +161,16 @@ async def _evaluate(
                     samples = workflow.run(
                         RolloutContext(engine, tokenizer, task, range(task.n), placeholders=placeholders, files=files)
                     )
-                    found = [
-                        _known(sample, engine).to_trajectory(task, config.run.name, "eval")
-                        async for sample in samples
-                        if not isinstance(sample, FailedSample)
-                    ]
+                    found = [sample async for sample in samples if not isinstance(sample, FailedSample)]
+                if "training" in engine.lacks:
+                    # It tells no log-probabilities; no score needs them.
+                    found = [replace(sample, logprobs=[0.0] * len(sample.logprobs)) for sample in found]
                 bar.advance(shown)
-                return found
+                return [sample.to_trajectory(task, config.run.name, "eval") for sample in found]
 
             answered = iter(await asyncio.gather(*(answer(task) for task in tasks)))
     scored = [await _score(config, one, [next(answered) for _ in one.tasks]) for one in held_out]
     return [result for result, _ in scored], [rewards for _, rewards in scored]
-
-
-def _known(sample: SampledCompletion, engine: Engine) -> SampledCompletion:
-    """Return the sample without the log-probabilities that its engine does not tell; no score needs them."""
-    return replace(sample, logprobs=[0.0] * len(sample.logprobs)) if "training" in engine.lacks else sample
 
 
 async def _score(

@@ -22,10 +22,7 @@ if TYPE_CHECKING:
 
 
 def make_preference_model(config: TidemillConfig, settings: DpoConfig | RewardModelConfig) -> dict[str, Any] | None:
-    """Train model.path on the pairs of the ``dpo`` or ``reward_model`` section and write its ``out``.
-
-    Returns the result, as ``--json`` prints it; None in all ranks but the first.
-    """
+    """Train model.path on pairs and write its ``out``. Returns what ``--json`` prints; None but in the first rank."""
     from consumers.offline.loop import MemoryLimits
     from consumers.offline.preference import train_on_pairs
     from consumers.trainer.distributed.ranks import Ranks

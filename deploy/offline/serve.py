@@ -12,6 +12,7 @@ import shutil
 import signal
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,7 @@ from schemas.errors import ConfigError, DataError, InfraError
 from schemas.messages import FileSource, Sampling
 from schemas.run_folder import config_of
 
-_HONOURED = {"temperature": float, "top_p": float, "top_k": int, "seed": int}
+_HONOURED = ("temperature", "top_p", "top_k", "seed")
 _NEUTRAL = {"repetition_penalty": 1, "length_penalty": 1, "typical_p": 1, "best_of": 1, "truncate_prompt_tokens": -1}
 """Values of settings that change nothing, beside 0, false and the empty list."""
 FIRST_S = 600.0
@@ -53,43 +54,39 @@ class ServedSession(Session):
     """The session of one request, sampled as the request says; SessionError names a setting that no engine has."""
 
     async def complete(self, request: CallRequest) -> list[SampledAnswer]:
-        """See Session."""
-        self._sampling = _asked_sampling(self._sampling, request.ignored)
+        asked, default = request.ignored, msgspec.structs.asdict(self._sampling)
+        others = {name: value for name, value in asked.items() if name not in _HONOURED}
+        if unknown := [name for name, value in others.items() if value and value != _NEUTRAL.get(name)]:
+            raise SessionError(
+                400, "unsupported_parameter", f"{', '.join(unknown)}: only {', '.join(_HONOURED)} are supported"
+            )
+        try:
+            self._sampling = msgspec.convert(
+                {**default, **{name: asked[name] for name in asked.keys() - others}}, Sampling
+            )
+        except msgspec.ValidationError as error:
+            raise SessionError(400, "invalid_request_error", str(error)) from error
         return await super().complete(request)
 
 
-def _asked_sampling(default: Sampling, asked: dict[str, Any]) -> Sampling:
-    unknown = [name for name, value in asked.items() if name not in _HONOURED and value and value != _NEUTRAL.get(name)]
-    if unknown:
-        raise SessionError(
-            400, "unsupported_parameter", f"{', '.join(unknown)}: only {', '.join(_HONOURED)} are supported"
-        )
-    fields = {**msgspec.structs.asdict(default), **{name: asked[name] for name in _HONOURED if name in asked}}
-    try:
-        return msgspec.convert(fields, Sampling)
-    except msgspec.ValidationError as error:
-        raise SessionError(400, "invalid_request_error", str(error)) from error
-
-
+@dataclass
 class ServedSessions:
     """A new session for each request with the right key; ``api_key`` None: for any request."""
 
-    def __init__(
-        self, policy: PolicyHandle, template: ChatTemplate, config: TidemillConfig, api_key: str | None
-    ) -> None:
-        self._policy = policy
-        self._template = template
-        self._placeholders = ImagePlaceholders.of(config)
-        self._limits = ImageLimits.of(config)
-        self._api_key = api_key
+    policy: PolicyHandle
+    template: ChatTemplate
+    config: TidemillConfig
+    api_key: str | None
+
+    def __post_init__(self) -> None:
+        self._images = ImagePlaceholders.of(self.config), ImageLimits.of(self.config)
 
     def find(self, token: str) -> ServedSession:
         """Return a session for one request; SessionError 401 for a wrong key."""
-        if self._api_key is not None and not hmac.compare_digest(token.encode(), self._api_key.encode()):
+        if self.api_key is not None and not hmac.compare_digest(token.encode(), self.api_key.encode()):
             raise SessionError(401, "invalid_api_key", "the API key is not the one that the server was started with")
-        images = EpisodeImages(self._placeholders, self._limits)
-        sampling = Sampling(max_tokens=self._policy.max_length)
-        return ServedSession(self._policy, Conversation(self._template, images=images), sampling)
+        conversation = Conversation(self.template, images=EpisodeImages(*self._images))
+        return ServedSession(self.policy, conversation, Sampling(max_tokens=self.policy.max_length))
 
 
 def find_served(
@@ -124,10 +121,7 @@ def find_served(
 
 
 class LiveWeights:
-    """The weights that a run publishes, loaded into an engine under its requests.
-
-    The run does not know of this reader: it neither takes tasks nor reports verdicts, and does not delay an update.
-    """
+    """The weights that a run publishes, loaded into an engine: the run neither knows nor waits for this reader."""
 
     def __init__(self, config: TidemillConfig, engine: Engine) -> None:
         self._broker = find(str(config.folder / "config.yaml"), None, config.broker.prefix)
@@ -168,7 +162,6 @@ class LiveWeights:
         return True
 
     def close(self) -> None:
-        """Delete what was fetched."""
         shutil.rmtree(self._folder, ignore_errors=True)
 
 

@@ -87,10 +87,11 @@ def _model(
     family: Family, vocabulary: int, ids: dict[str, int], max_length: int, spread: float, patch: int
 ) -> PreTrainedModel:
     half = HIDDEN // HEADS // 2
-    text: dict[str, Any] = {
+    settings: Any
+    kind: Any
+    both = {"hidden_size": HIDDEN, "intermediate_size": 2 * HIDDEN, "initializer_range": spread}
+    text: dict[str, Any] = both | {
         "vocab_size": vocabulary,
-        "hidden_size": HIDDEN,
-        "intermediate_size": 2 * HIDDEN,
         "num_hidden_layers": LAYERS,
         "num_attention_heads": HEADS,
         "num_key_value_heads": HEADS,
@@ -104,19 +105,15 @@ def _model(
         "bos_token_id": ids["<bos>"],
         "eos_token_id": ids["<|im_end|>"],
         "pad_token_id": ids["<pad>"],
-        "initializer_range": spread,
         "tie_word_embeddings": False,
     }
-    vision: dict[str, Any] = {
+    vision: dict[str, Any] = both | {
         "depth": 2,
-        "hidden_size": HIDDEN,
-        "intermediate_size": 2 * HIDDEN,
         "num_heads": HEADS,
         "out_hidden_size": HIDDEN,
         "patch_size": patch,
         "spatial_merge_size": 2,
         "temporal_patch_size": 2,
-        "initializer_range": spread,
     }
     tokens: dict[str, Any] = {
         "image_token_id": ids["<|image_pad|>"],
@@ -127,13 +124,11 @@ def _model(
     }
     if family == "qwen2_5_vl":
         vision |= {"window_size": 112, "fullatt_block_indexes": [1]}
-        settings = Qwen2_5_VLConfig(text_config=text, vision_config=vision, **tokens)
-        model: PreTrainedModel = Qwen2_5_VLForConditionalGeneration(settings).float()
-        return model
-    vision |= {"deepstack_visual_indexes": [0], "num_position_embeddings": 64}
-    # As in the models of the hub: vLLM asks for it, transformers always does so.
-    text["rope_parameters"]["mrope_interleaved"] = True
-    deep: PreTrainedModel = Qwen3VLForConditionalGeneration(
-        Qwen3VLConfig(text_config=text, vision_config=vision, **tokens)
-    ).float()
-    return deep
+        settings, kind = Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+    else:
+        vision |= {"deepstack_visual_indexes": [0], "num_position_embeddings": 64}
+        # As in the models of the hub: vLLM asks for it, transformers always does so.
+        text["rope_parameters"]["mrope_interleaved"] = True
+        settings, kind = Qwen3VLConfig, Qwen3VLForConditionalGeneration
+    model: PreTrainedModel = kind(settings(text_config=text, vision_config=vision, **tokens)).float()
+    return model

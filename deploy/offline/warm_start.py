@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import sys
 from collections.abc import Iterator, Sequence
@@ -24,6 +23,7 @@ from schemas.config import DatasetConfig, TidemillConfig, WarmStartConfig
 from schemas.errors import ConfigError
 from schemas.model_folder import PROVENANCE
 from schemas.plugins import load
+from schemas.run_folder import read_object
 
 if TYPE_CHECKING:
     from consumers.offline.encoding import Demonstration
@@ -34,8 +34,7 @@ if TYPE_CHECKING:
 def make_model(config: TidemillConfig, settings: WarmStartConfig) -> dict[str, Any] | None:
     """Train the model of ``warm_start`` into model.path, unless it is there already; ConfigError says why not.
 
-    Started as several ranks (torchrun), all of them train. Returns the result, as ``--json`` prints it, with the
-    metrics of the training if there was one; None in all ranks but the first.
+    Started as several ranks (torchrun), all of them train. Returns what ``--json`` prints; None but in the first rank.
     """
     configure_logging(config, "sft", "sft")
     current = {"model": config.model.path, "made": False}
@@ -52,13 +51,8 @@ def make_model(config: TidemillConfig, settings: WarmStartConfig) -> dict[str, A
         result = _train(config, settings, ranks)
     if not ranks.is_main:
         return None
-    return {
-        "model": config.model.path,
-        "made": True,
-        "accuracy": result.accuracy,
-        "steps": result.steps,
-        "seconds": result.seconds,
-    }
+    metrics = {"accuracy": result.accuracy, "steps": result.steps, "seconds": result.seconds}
+    return {"model": config.model.path, "made": True, **metrics}
 
 
 def up_to_date(config: TidemillConfig, settings: WarmStartConfig) -> bool:
@@ -80,17 +74,19 @@ def _train(config: TidemillConfig, settings: WarmStartConfig, ranks: Ranks) -> S
         check_hub_or_folder(settings.model, "warm_start.model")
     examples = Demonstrations(settings.dataset, config.base)
     heldout = Demonstrations(settings.eval, config.base)
-    with _bar(ranks.is_main) as bar:
+    console, figures = Console(stderr=True), TextColumn("{task.fields[figures]}")
+    columns = (TextColumn("[bold]{task.description}"), BarColumn(), TaskProgressColumn(), figures, TimeElapsedColumn())
+    with Progress(*columns, console=console, disable=not (ranks.is_main and console.is_terminal)) as bar:
         task = bar.add_task("warm start", total=1.0, figures="")
 
         def show(progress: SftProgress) -> None:
             mark = settings.stop_accuracy
             accuracy = f"{progress.accuracy:.2f}" + (f" of {mark:g}" if mark else "")
             done = progress.accuracy / mark if mark else progress.step / settings.max_steps
-            figures = f"accuracy {accuracy}, step {progress.step}"
-            bar.update(task, completed=min(1.0, done), figures=figures)
-            if not bar.console.is_terminal:
-                bar.console.print(f"warm start: {figures}", highlight=False)
+            text = f"accuracy {accuracy}, step {progress.step}"
+            bar.update(task, completed=min(1.0, done), figures=text)
+            if not console.is_terminal:
+                console.print(f"warm start: {text}", highlight=False)
 
         result = train_sft(
             config.model,
@@ -123,16 +119,13 @@ def _places(config: TidemillConfig, path: str) -> ImagePlaceholders:
 def is_current(config: TidemillConfig, settings: WarmStartConfig) -> bool:
     """Return whether model.path holds a complete model made with these settings."""
     folder = Path(config.model.path)
-    details = _details(folder)
+    details = read_object(folder / PROVENANCE)
     digest = settings_digest(settings, config.run.seed, config.model.dtype, config.base)
     return (folder / "config.json").is_file() and details.get("settings") == digest
 
 
 class Demonstrations(Sequence[Any]):
-    """Prompt, answer and images of each example of a dataset, read whenever they are asked for.
-
-    Images are files of their whole size, which nothing keeps. ConfigError if an example has no prompt or no answer.
-    """
+    """Prompt, answer and images of each example, read when asked for: whole images are not kept. ConfigError."""
 
     def __init__(self, dataset: DatasetConfig, base: Path) -> None:
         self._name, self._examples = dataset.name, build_dataset(dataset, base)
@@ -161,35 +154,14 @@ class Demonstrations(Sequence[Any]):
         return Demonstration(prompt, answer, example.images)
 
 
-def _details(folder: Path) -> dict[str, Any]:
-    try:
-        details = json.loads((folder / PROVENANCE).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return details if isinstance(details, dict) else {}
-
-
 def _make_room(folder: Path) -> None:
     """Remove a model that an earlier warm start made; anything else that is there stays, and is an error."""
     if not folder.exists():
         return
-    if not _details(folder):
+    if not read_object(folder / PROVENANCE):
         raise ConfigError(
             f"model.path {folder} exists and was not made by warm_start: remove the warm_start section to"
             " train that model, or name another folder"
         )
     print(f"model {folder}: made with other settings, made again", file=sys.stderr)
     shutil.rmtree(folder)
-
-
-def _bar(shown: bool) -> Progress:
-    console = Console(stderr=True)
-    return Progress(
-        TextColumn("[bold]{task.description}"),
-        BarColumn(),
-        TaskProgressColumn(),
-        TextColumn("{task.fields[figures]}"),
-        TimeElapsedColumn(),
-        console=console,
-        disable=not (shown and console.is_terminal),
-    )

@@ -140,16 +140,12 @@ def _plot(config: TidemillConfig, final: Final, summary: Mapping[str, Any]) -> P
 def _heldout(summary: Mapping[str, Any]) -> tuple[str, str | None, str | None]:
     """Return what held-out samples are measured by, and the metric before and after the run; None if not known."""
     name, form = ("reward", ".3f") if summary["accuracy_after"] is None else ("accuracy", ".1%")
-    before, after = summary[f"{name}_before"], summary[f"{name}_after"]
-    return (
-        f"held-out {name}",
-        before if before is None else f"{before:{form}}",
-        after if after is None else f"{after:{form}}",
-    )
+    values = (summary[f"{name}_{when}"] for when in ("before", "after"))
+    before, after = (value if value is None else f"{value:{form}}" for value in values)
+    return f"held-out {name}", before, after
 
 
 def _shares(uses: Mapping[str, float]) -> str:
-    """Format what devices were used for, in percent, the largest use first."""
     total = sum(seconds for use, seconds in uses.items() if use != "held") or 1.0
     parts = sorted(((seconds / total, use) for use, seconds in uses.items() if use != "held"), reverse=True)
     return ", ".join(f"{share:.0%} {use}" for share, use in parts if share >= 0.005)

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -67,10 +68,7 @@ def refuse_finished(config: TidemillConfig) -> None:
 
 
 def refuse_foreign(config: TidemillConfig, fresh: bool) -> None:
-    """Raise ConfigError, before anything is written, if this run may not start or resume in its folder.
-
-    fresh: whether what is in the folder is to be deleted first.
-    """
+    """Raise ConfigError, before anything is written, if this run may not use its folder. fresh: to delete it."""
     folder = config.folder
     record = read_record(folder) if fresh else check_record(config)
     url = find_url(config.broker.url)
@@ -97,10 +95,7 @@ def claim_name(config: TidemillConfig) -> None:
 
 
 def settle_configuration(config: TidemillConfig) -> list[str]:
-    """Write the configuration for the services, and keep those of earlier attempts and their summaries aside.
-
-    Returns the settings that have changed since the last attempt, as ``trainer.steps 10 -> 20``.
-    """
+    """Write the configuration, keep earlier ones and summaries aside; returns changes: ``trainer.steps 10 -> 20``."""
     file, new = config.folder / CONFIG, config.folder / f".{CONFIG}.new"
     save_config(config, new)
     changes: list[str] = []
@@ -115,10 +110,8 @@ def settle_configuration(config: TidemillConfig) -> list[str]:
 def keep_aside(file: Path) -> None:
     """Rename a file to its name with the next free number, ``config.yaml.1`` for the first, if it is there."""
     if file.is_file():
-        number = 1
-        while (aside := file.with_name(f"{file.name}.{number}")).exists():
-            number += 1
-        file.rename(aside)
+        names = (file.with_name(f"{file.name}.{number}") for number in count(1))
+        file.rename(next(name for name in names if not name.exists()))
 
 
 def changed_settings(old: Path, new: Path) -> list[str]:
@@ -136,10 +129,7 @@ def changed_settings(old: Path, new: Path) -> list[str]:
 
 
 def forget_run(config: TidemillConfig) -> None:
-    """Delete the run's files, except the lock that is held, and its keys in a broker that outlives it.
-
-    ConfigError, and nothing is deleted, when services of the run are alive.
-    """
+    """Delete the run's files but the held lock, and its keys in a shared broker; ConfigError while it is alive."""
     shared = find_url(config.broker.url) is not None
     if shared:
         broker = Broker.connect(config, any_schema=True)
@@ -159,10 +149,7 @@ def forget_run(config: TidemillConfig) -> None:
 
 
 def ended_folder(owner: Owner) -> tuple[Path, Callable[[], None]]:
-    """Return the folder of a run that has ended, and what deletes it, except for files there that are not the run's.
-
-    ConfigError if it is not here, another run's, or in use.
-    """
+    """Return the folder of an ended run, and what deletes its files there; ConfigError if it isn't here, or in use."""
     folder = Path(owner.folder)
     record = read_record(folder) if folder.is_absolute() else None
     if record is None or record.id != owner.id:

@@ -15,7 +15,6 @@ from contextlib import contextmanager
 from rich.console import Console
 
 from broker.client import Broker
-from broker.telemetry.events import StoredEvent
 from deploy.control_plane.address import address_of, own_token, page_link, read_token
 from deploy.control_plane.alerts.run_watch import RunWatch
 from deploy.control_plane.status.collector import PlannedRun
@@ -78,10 +77,12 @@ class RunObserver:
 
     @contextmanager
     def polling(self, broker: Broker) -> Iterator[StatusPoller]:
-        """Poll the run's status and events in threads."""
         plan = PlannedRun.of(self._config)
         poller = StatusPoller(broker, plan, every_s=POLL_EVERY_S, measure_memory=False, keep_steps=REWARDS)
-        poller.on_events = self._remember
+        # Those of its own supervisor this process knows already.
+        poller.on_events = lambda events: self.other_events.extend(
+            timeline_event(event) for event in events if event.event.data.get("by") != NAME
+        )
         poller.start()
         try:
             yield poller
@@ -90,7 +91,6 @@ class RunObserver:
 
     @contextmanager
     def live_view(self) -> Iterator[None]:
-        """Show the live view."""
         with View(self.console) as self._view:
             yield
         self._view = None
@@ -119,10 +119,6 @@ class RunObserver:
         self._alerts.ended(outcome.reason, str(outcome.cause) if outcome.cause is not None else "")
         yield
         self._alerts.close()
-
-    def _remember(self, events: list[StoredEvent]) -> None:
-        """Keep events of other services: those of its own supervisor this process knows already."""
-        self.other_events.extend(timeline_event(event) for event in events if event.event.data.get("by") != NAME)
 
     def _report_address(self) -> None:
         """Report the address of the control plane, once for each address; the token is shown on a terminal only."""
@@ -158,25 +154,21 @@ def with_processes(beats: Sequence[ServiceStatus], services: Sequence[ServiceVie
         alive = service.state is State.RUNNING
         beat = left.pop(service.name, None)
         if beat is None or not alive:
-            beat = _without_heartbeat(service, "starting" if alive and service.role != "broker" else str(service.state))
+            beat = ServiceStatus(
+                name=service.name,
+                role=service.role,
+                host=socket.gethostname(),
+                pid=service.pid or 0,
+                state="starting" if alive and service.role != "broker" else str(service.state),
+                version=None,
+                silent_s=0.0,
+                live=alive,
+                paused=False,
+                tokens_per_s=0.0,
+                load=None,
+                acknowledged={},
+                figures={},
+            )
         merged.append(beat)
     # Services that were started elsewhere and joined this run.
     return [*merged, *left.values()]
-
-
-def _without_heartbeat(service: ServiceView, state: str) -> ServiceStatus:
-    return ServiceStatus(
-        name=service.name,
-        role=service.role,
-        host=socket.gethostname(),
-        pid=service.pid or 0,
-        state=state,
-        version=None,
-        silent_s=0.0,
-        live=service.state is State.RUNNING,
-        paused=False,
-        tokens_per_s=0.0,
-        load=None,
-        acknowledged={},
-        figures={},
-    )

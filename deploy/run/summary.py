@@ -5,6 +5,7 @@ neither trained, dropped, excluded nor still in the pipeline was lost.
 """
 
 import json
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -46,10 +47,7 @@ def figure(line: Mapping[str, Any], name: str) -> float | None:
 
 
 class SampleCounts:
-    """How many samples were trained, once and more often: a bit for each, since a long run has hundreds of millions.
-
-    The bits of PAGE tasks and one index are a page; a page without a sample takes no room.
-    """
+    """How many of very many samples were trained, and how many again: a bit for each, in pages of PAGE tasks."""
 
     PAGE = 8192
 
@@ -59,7 +57,6 @@ class SampleCounts:
         self._pages: dict[tuple[int, int], bytearray] = {}
 
     def add(self, task: int, sample: int) -> None:
-        """Count a use of a sample."""
         page, place = divmod(task, self.PAGE)
         bits = self._pages.get((page, sample))
         if bits is None:
@@ -72,25 +69,6 @@ class SampleCounts:
             self.distinct += 1
 
 
-class _Mean:
-    """A mean over tokens, not over steps."""
-
-    def __init__(self, name: str, weight: str) -> None:
-        self._name, self._weight = name, weight
-        self._total = self._weights = 0.0
-
-    def add(self, line: Mapping[str, Any]) -> None:
-        value, tokens = figure(line, self._name), figure(line, self._weight)
-        if value is not None and tokens:
-            self._total += value * tokens
-            self._weights += tokens
-
-    @property
-    def value(self) -> float | None:
-        """None if no step has the metric."""
-        return self._total / self._weights if self._weights else None
-
-
 def summarise(metrics: Iterable[dict[str, Any]], trained: Iterable[dict[str, Any]], final: Final) -> dict[str, Any]:
     """Return the summary, from all lines of both logs, which are looped over more than once."""
     steps, excluded, samples = 0, 0, SampleCounts()
@@ -100,14 +78,26 @@ def summarise(metrics: Iterable[dict[str, Any]], trained: Iterable[dict[str, Any
         for task, sample in line["samples"]:
             samples.add(task, sample)
     version, tokens, oldest = -1, 0.0, 0
-    staleness, gap = _Mean("staleness/mean", "tokens"), _Mean("logprob_gap_mean", "logprob_gap_tokens")
+    totals, weights = defaultdict[str, float](float), defaultdict[str, float](float)
     for line in surviving_lines(metrics):
         version = max(version, int(line["version"]))
         tokens += figure(line, "tokens") or 0
         oldest = max(oldest, int(line.get("staleness/max", 0)))
-        staleness.add(line)
-        gap.add(line)
-    wall_s, phases_s = _times(metrics, final)
+        # Means are over tokens, not over steps.
+        for name, weight in (("staleness/mean", "tokens"), ("logprob_gap_mean", "logprob_gap_tokens")):
+            value, count = figure(line, name), figure(line, weight)
+            if value is not None and count:
+                totals[name] += value * count
+                weights[name] += count
+    means = {name: total / weights[name] for name, total in totals.items()}
+    # Of all steps, also of those that were trained again.
+    wall_s, phases_s = 0.0, dict(final.phases_s)
+    for line in metrics:
+        wall_s = float(line["wall_s"])
+        for name, spent in line.items():
+            if name.startswith("time/"):
+                phase = "trainer/" + name.removeprefix("time/").removesuffix("_s")
+                phases_s[phase] = phases_s.get(phase, 0.0) + float(spent)
     evaluations = sorted(final.evaluations, key=lambda evaluation: evaluation.version)
     # Weights that were trained already say nothing of how it was before.
     before = evaluations[0] if evaluations and evaluations[0].version == 0 else None
@@ -133,8 +123,8 @@ def summarise(metrics: Iterable[dict[str, Any]], trained: Iterable[dict[str, Any
         "tokens_generated": final.tokens_generated,
         "tokens_trained": int(tokens),
         "max_staleness": oldest,
-        "mean_staleness": staleness.value,
-        "logprob_gap_mean": gap.value,
+        "mean_staleness": means.get("staleness/mean"),
+        "logprob_gap_mean": means.get("logprob_gap_mean"),
         "wall_s": round(wall_s, 3),
         "device_s_by_use": {
             role: {use: round(seconds, 1) for use, seconds in uses.items()} for role, uses in final.devices_s.items()
@@ -152,15 +142,3 @@ def write_summary(folder: Path, final: Final) -> dict[str, Any]:
     except OSError as error:
         raise DiskError(f"cannot write {folder / SUMMARY}: {error.strerror}") from error
     return summary
-
-
-def _times(metrics: Iterable[dict[str, Any]], final: Final) -> tuple[float, dict[str, float]]:
-    """Return the seconds of the run, and those by phase: the caller's, and the trainer's steps, also replayed ones."""
-    wall_s, phases = 0.0, dict(final.phases_s)
-    for line in metrics:
-        wall_s = float(line["wall_s"])
-        for name, value in line.items():
-            if name.startswith("time/"):
-                phase = "trainer/" + name.removeprefix("time/").removesuffix("_s")
-                phases[phase] = phases.get(phase, 0.0) + float(value)
-    return wall_s, phases

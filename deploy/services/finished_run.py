@@ -32,8 +32,7 @@ log = structlog.get_logger()
 class FinishedRun:
     """Whether a run is over for a service: a pure state machine. steps: what the service's configuration asks for.
 
-    A run that had finished before the service started may resume with more steps: it is over only if it has taken all
-    steps of this configuration.
+    A run that had finished before the service started may resume: it is over only if it has taken all these steps.
     """
 
     steps: int
@@ -90,16 +89,12 @@ class FinishedRunWatch:
 
     def _look(self) -> int | None:
         if self._run_control is None:
-            settings, run = self._config.broker, self._config.run.name
-            url = find_url(settings.url)
-            if url is None:
+            settings = self._config.broker
+            if (url := find_url(settings.url)) is None:
                 return None
-            connection = Connection(url, Keys(settings.prefix, run), DEADLINE_S)
-            self._run_control = RunControl(connection)
-        steps = self._run_control.read_finished_steps()
-        return None if steps is None or self._is_another(self._run_control.read_run()[0]) else steps
-
-    def _is_another(self, run_id: str) -> bool:
-        """Return whether the run that has the name is another one than that in this service's folder."""
-        record = read_record(self._config.folder)
-        return record is not None and run_id not in ("", record.id)
+            self._run_control = RunControl(Connection(url, Keys(settings.prefix, self._config.run.name), DEADLINE_S))
+        if (steps := self._run_control.read_finished_steps()) is None:
+            return None
+        run_id, record = self._run_control.read_run()[0], read_record(self._config.folder)
+        # Another run than the one in this service's folder may have the name.
+        return None if record is not None and run_id not in ("", record.id) else steps

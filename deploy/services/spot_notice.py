@@ -85,10 +85,7 @@ SERVERS: Mapping[str, MetadataServer] = {
 
 
 def announces_end(answer: str, name: str | None) -> bool:
-    """Return whether a metadata server's answer says that the machine is taken back: AWS's, Google's or Azure's.
-
-    name: the machine's, of which Azure's events name several; None: an event is for any.
-    """
+    """Return whether AWS, Google or Azure says that the machine called ``name`` is taken back; None: that any is."""
     if answer.upper() in ("TRUE", "FALSE"):
         return answer.upper() == "TRUE"
     try:
@@ -111,10 +108,7 @@ def _concerns(event: object, name: str | None) -> bool:
 
 
 class SpotNoticeWatch:
-    """A thread that asks this very process to end, as SIGTERM does, once its machine is announced to end.
-
-    A trainer that ends so has an exit code that has it started again (StopFlag.unfinished_code).
-    """
+    """A thread that ends this process as SIGTERM does, to be started again, once its machine is announced to end."""
 
     def __init__(self, server: MetadataServer) -> None:
         self._server = server

@@ -1,8 +1,7 @@
 """The trainer, and whatever else trains, as several processes of this machine, alone or with those of other machines.
 
 PyTorch's own launcher (torchrun), with exit codes that mean the same as those of one process. A rank that ends
-badly takes the others along (consumers/trainer/distributed/watchdog.py); the parent of this process restarts all of
-them again.
+badly takes the others along (consumers/trainer/distributed/watchdog.py); this process's parent restarts them all.
 """
 
 import logging
@@ -16,10 +15,7 @@ from schemas.errors import ERROR_EXIT, HOPELESS, OK_EXIT, UNFINISHED_EXIT, Confi
 
 @dataclass(frozen=True)
 class Machines:
-    """Several machines that train together, each with the same number of ranks, as one of them sees it.
-
-    count: number of machines. rank: of this one, from 0. meet: HOST:PORT of machine 0, where their ranks meet.
-    """
+    """Machines that train together with equal ranks. rank: of this one, from 0. meet: HOST:PORT of the first one."""
 
     count: int
     rank: int
@@ -33,12 +29,6 @@ class Machines:
         if not (host and colon and port.isascii() and port.isdigit() and 0 < int(port) < 65_536):
             raise ConfigError(f"--meet {self.meet!r} must be HOST:PORT of the first node, such as trainer-0:29500")
 
-    def options(self) -> list[str]:
-        """Return torchrun's options."""
-        host, _, port = self.meet.rpartition(":")
-        where = ["--master-addr", host, "--master-port", port]
-        return ["--nnodes", str(self.count), "--node-rank", str(self.rank), *where]
-
 
 def is_rank() -> bool:
     """Return whether a launcher, this one or any other, has started this process as one of several."""
@@ -49,9 +39,7 @@ def launch(processes: int, arguments: Sequence[str], grace_s: float, machines: M
     """Run ``tidemill ARGUMENTS`` in ``processes`` ranks until all have ended; returns the exit code.
 
     It is 0 if this process was asked to end, and ``UNFINISHED_EXIT`` if only another one of ``machines`` was.
-
     grace_s: when this process is asked to end it asks all ranks, and kills them after so long.
-    machines: the others that train with this one.
     """
     # Imported here: this takes as long as loading PyTorch.
     from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -63,7 +51,11 @@ def launch(processes: int, arguments: Sequence[str], grace_s: float, machines: M
     # Without it the launcher gives each rank one thread, and says so at length.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
     options = ["--nproc-per-node", str(processes), "--shutdown-timeout", str(max(1, int(grace_s)))]
-    where = machines.options() if machines else ["--standalone"]
+    where = ["--standalone"]
+    if machines is not None:
+        host, _, port = machines.meet.rpartition(":")
+        where = ["--master-addr", host, "--master-port", port]
+        where += ["--nnodes", str(machines.count), "--node-rank", str(machines.rank)]
     try:
         run(parse_args([*where, *options, "--no-python", *command(*arguments)]))
     except ChildFailedError as error:
