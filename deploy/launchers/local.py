@@ -91,10 +91,9 @@ class Local(Processes):
     def __init__(self, trainer_gpus: int | Auto = "auto", generator_gpus: int | Auto = "auto") -> None:
         check_counts(trainer_gpus, generator_gpus)
         self._wanted: tuple[int | Auto, int | Auto] = (trainer_gpus, generator_gpus)
-        self._trainer_gpus = 0 if trainer_gpus == "auto" else trainer_gpus
-        self._generator_gpus = 0 if generator_gpus == "auto" else generator_gpus
+        trainer, generator = (0 if gpus == "auto" else gpus for gpus in self._wanted)
+        self._plan = GpuPlan(trainer, generator, 0)
         self._there: list[Gpu] = []
-        self._placed: Mapping[str, Sequence[int]] | None = None
         self._shared: SharedGpus | None = None
         self._silent: SilentHolders | None = None
         self._holders: dict[str, Process] = {}
@@ -106,9 +105,7 @@ class Local(Processes):
         return (plan_pools if config.pools else plan_gpus)(config, self._there, *self._wanted)
 
     def launch(self, config: TidemillConfig, fresh: bool = False) -> int:
-        plan = self.plan(config)
-        self._trainer_gpus, self._generator_gpus = int(plan.trainer), int(plan.generator)
-        self._placed = plan.placed
+        plan = self._plan = self.plan(config)
         if plan.sharing:
             folder = (config.folder / DEVICES).resolve()
             self._shared = SharedGpus(str(folder), list(plan.sharing))
@@ -143,18 +140,19 @@ class Local(Processes):
 
     def _gpus(self, role: str, name: str) -> list[str]:
         """Return names of the service's devices; ConfigError when this process sees too few."""
-        wanted: Sequence[int]
-        if self._placed is not None and role in ("trainer", "generator"):
-            if name not in self._placed:
-                raise ConfigError(f"{name} has no GPU in placement.generator: fewer generators, or more GPUs for them")
-            wanted = self._placed[name]
-        elif role == "trainer":
-            wanted = range(self._trainer_gpus)
-        elif role == "generator":
-            first = self._trainer_gpus + int(name.rpartition("-")[2]) * self._generator_gpus
-            wanted = range(first, first + self._generator_gpus)
-        else:
+        if role not in ("trainer", "generator"):
             return []
+        wanted: Sequence[int]
+        trainer, width, placed = int(self._plan.trainer), int(self._plan.generator), self._plan.placed
+        if placed is not None:
+            if name not in placed:
+                raise ConfigError(f"{name} has no GPU in placement.generator: fewer generators, or more GPUs for them")
+            wanted = placed[name]
+        elif role == "trainer":
+            wanted = range(trainer)
+        else:
+            first = trainer + int(name.rpartition("-")[2]) * width
+            wanted = range(first, first + width)
         given = [gpu.name for gpu in self._there] or [name for name in os.environ.get(VISIBLE, "").split(",") if name]
         if given and wanted and wanted[-1] >= len(given):
             raise ConfigError(

@@ -5,7 +5,7 @@ of `tidemill node` has numbers of its own.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import redis
 import structlog
@@ -34,14 +34,12 @@ class CommandFollower:
     broker: Broker
     refuse: Callable[[Mapping[str, int]], str] = lambda _: ""
     node: str = ""
-
-    def __post_init__(self) -> None:
-        self._rooms: dict[str, float] = {}
-        self.orders: ControlState | None = None
-        self._stop_seen = 0
-        self._done: dict[str, int] = {}
-        self.stopping = False
-        self.ordered = False
+    orders: ControlState | None = field(default=None, init=False)
+    stopping: bool = field(default=False, init=False)
+    ordered: bool = field(default=False, init=False)
+    _stop_seen: int = field(default=0, init=False)
+    _rooms: dict[str, float] = field(default_factory=dict, init=False)
+    _done: dict[str, int] = field(default_factory=dict, init=False)
 
     def begin(self, replicas: Mapping[str, int]) -> None:
         """Write the initial numbers of replicas, and remember which orders are old."""
