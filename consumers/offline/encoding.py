@@ -10,6 +10,7 @@ from typing import NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from schemas.errors import DataError
 from schemas.images import ImageSettings, prepare_image
@@ -20,38 +21,30 @@ Prompt: TypeAlias = str | Sequence[ChatMessage]
 
 
 class PolicyTokenizer(Protocol):
-    """The generators' tokenizer, producers/tokenizer.py, as far as it is used here."""
+    """The generators' tokenizer, as far as it is used here; producers/tokenizer.py says what it does."""
 
     @property
-    def eos_id(self) -> int:
-        """Id of the end of sequence."""
+    def eos_id(self) -> int: ...
 
     @property
-    def pad_id(self) -> int | None:
-        """Id of padding, None if the tokenizer has none."""
+    def pad_id(self) -> int | None: ...
 
-    def prompt_ids(self, task: Task) -> list[int]:
-        """Encode a task's prompt as token ids; messages go through the chat template."""
+    def prompt_ids(self, task: Task) -> list[int]: ...
 
-    def encode(self, text: str) -> list[int]:
-        """Encode a piece of text as token ids, with nothing added."""
+    def encode(self, text: str) -> list[int]: ...
 
-    def closing_id(self, messages: Sequence[ChatMessage]) -> int:
-        """Id of the token with which the chat template closes an answer; the end of sequence if it has none."""
+    def closing_id(self, messages: Sequence[ChatMessage]) -> int: ...
 
-    def save(self, folder: Path) -> None:
-        """Write its files beside a model's."""
+    def save(self, folder: Path) -> None: ...
 
 
 class Placeholders(Protocol):
-    """The generators' places of images, producers/images/placeholders.py, as far as they are used here."""
+    """The generators' places of images, as far as they are used here: see producers/images/placeholders.py."""
 
     @property
-    def settings(self) -> ImageSettings:
-        """How the model wants its images."""
+    def settings(self) -> ImageSettings: ...
 
-    def expand(self, ids: Sequence[int], images: Sequence[Image]) -> tuple[list[int], list[PlacedImage]]:
-        """Return ids with the tokens of each image in the place of its one, and where these are."""
+    def expand(self, ids: Sequence[int], images: Sequence[Image]) -> tuple[list[int], list[PlacedImage]]: ...
 
 
 class Demonstration(NamedTuple):
@@ -70,30 +63,13 @@ class DemonstrationIds(NamedTuple):
     images: list[PlacedImage]
     files: dict[str, bytes]
 
+    @property
+    def ids(self) -> list[int]:
+        return self.prompt + self.answer
+
 
 LoadTokenizer: TypeAlias = Callable[[str], PolicyTokenizer]
 """Loads the tokenizer of a model folder or hub id."""
-
-
-def encode_prompt(tokenizer: PolicyTokenizer, prompt: Prompt, images: Sequence[Image] = ()) -> list[int]:
-    """Encode a prompt as token ids, with one for each of its images; DataError if it is empty."""
-    if isinstance(prompt, str):
-        task = Task(task_id=0, kind="train", n=1, sampling=Sampling(), text=prompt)
-    else:
-        task = Task(task_id=0, kind="train", n=1, sampling=Sampling(), messages=list(prompt), images=list(images))
-    try:
-        return tokenizer.prompt_ids(task)
-    except DataError as error:
-        raise DataError(f"prompt {prompt!r:.80} cannot be encoded: {error}") from error
-
-
-def encode_answer(tokenizer: PolicyTokenizer, prompt: Prompt, answer: str) -> list[int]:
-    """Encode an answer to a prompt as token ids, with the token that ends a sampled one.
-
-    After messages it is the one with which the chat template closes an answer, after text the end of sequence.
-    """
-    end = tokenizer.eos_id if isinstance(prompt, str) else tokenizer.closing_id(prompt)
-    return [*tokenizer.encode(answer), end]
 
 
 def encode_demonstration(
@@ -109,40 +85,38 @@ def encode_demonstration(
     may_be_empty: whether its answer may. DataError if its prompt is empty or its answer otherwise, both are too long,
     or the answer has a token that is not allowed.
     """
-    placed: list[PlacedImage] = []
+    where, placed = f"the example of prompt {given.prompt!r:.80}", list[PlacedImage]()
     if places is None and given.images:
-        raise DataError(f"the example of prompt {given.prompt!r:.80} has images: set model.kind to vision")
+        raise DataError(f"{where} has images: set model.kind to vision")
     prepared = [] if places is None else [prepare_image(file, places.settings) for file in given.images]
     images = [image for image, _ in prepared]
-    prompt = encode_prompt(tokenizer, given.prompt, images)
+    text, messages = (given.prompt, None) if isinstance(given.prompt, str) else (None, list(given.prompt))
+    shown = [] if messages is None else images
+    task = Task(task_id=0, kind="train", n=1, sampling=Sampling(), text=text, messages=messages, images=shown)
+    try:
+        prompt = tokenizer.prompt_ids(task)
+    except DataError as error:
+        raise DataError(f"prompt {given.prompt!r:.80} cannot be encoded: {error}") from error
     if places is not None:
         prompt, placed = places.expand(prompt, images)
-    *answer, end = encode_answer(tokenizer, given.prompt, given.answer)
+    answer = tokenizer.encode(given.answer)
     if not answer and not may_be_empty:
-        raise DataError(f"the example of prompt {given.prompt!r:.80} has an empty answer")
+        raise DataError(f"{where} has an empty answer")
     if allowed is not None and (wrong := [token for token in answer if token not in allowed]):
         raise DataError(f"answer {given.answer!r:.80} has token {wrong[0]}, which model.output_tokens does not match")
-    # Where no token can end an answer, it ends at sampling.max_tokens.
+    # After messages an answer ends as the chat template closes one. Where no token can, at sampling.max_tokens.
+    end = tokenizer.eos_id if messages is None else tokenizer.closing_id(messages)
     answer += [end] if allowed is None or end in allowed else []
-    check_length(given.prompt, len(prompt) + len(answer), max_length)
+    if (tokens := len(prompt) + len(answer)) > max_length:
+        raise DataError(f"{where} has {tokens} tokens, more than model.max_length {max_length}")
     return DemonstrationIds(prompt, answer, placed, {image.digest: body for image, body in prepared})
 
 
-def check_length(prompt: Prompt, tokens: int, max_length: int) -> None:
-    """Raise DataError if an example has more tokens than ``max_length``, prompt and answer together."""
-    if tokens > max_length:
-        raise DataError(
-            f"the example of prompt {prompt!r:.80} has {tokens} tokens, more than model.max_length {max_length}"
-        )
-
-
 def pad(rows: Sequence[Sequence[int]], filler: int) -> tuple[Tensor, Tensor]:
-    """Pad rows of token ids on the right: int64 [R, T], and their lengths, int64 [R].
+    """Pad rows of token ids on the right: int64 [R, T], and which of them are the rows' own, bool [R, T].
 
     Without rows it is a short one of fillers: a rank that has nothing to do takes part in what the others do.
     """
-    lengths = torch.tensor([len(row) for row in rows] or [2])
-    tokens = torch.full((len(lengths), int(lengths.max())), filler, dtype=torch.int64)
-    for number, row in enumerate(rows):
-        tokens[number, : len(row)] = torch.tensor(row)
-    return tokens, lengths
+    found = [torch.tensor(row, dtype=torch.int64) for row in rows or [[filler] * 2]]
+    own = [torch.ones_like(row, dtype=torch.bool) for row in found]
+    return pad_sequence(found, batch_first=True, padding_value=filler), pad_sequence(own, batch_first=True)

@@ -4,7 +4,7 @@ Micro-batches keep a limit of tokens, as in the trainer. The loss of a step is a
 changes the gradient by rounding only. Several steps in a row that are not finite end the training.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
 from typing import Generic, Self, TypeVar
@@ -15,17 +15,19 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
-from consumers.offline.encoding import DemonstrationIds, pad
+from consumers.offline.encoding import DemonstrationIds, Placeholders, pad
 from consumers.trainer.data.load_balancing import shares
 from consumers.trainer.data.patches import ImageBatch, ImageFiles
 from consumers.trainer.distributed.ranks import Ranks
 from consumers.trainer.model.activations import Checkpointing, save_activations
-from consumers.trainer.model.policy import Policy
+from consumers.trainer.model.policy import Policy, load_model
+from consumers.trainer.model.vision import VisionTower
 from consumers.trainer.step.gradient_update import GradientUpdate, Sums
-from schemas.config import TrainerConfig
+from schemas.config import ModelConfig, TrainerConfig
 from schemas.errors import ConfigError
 
 Item = TypeVar("Item")
+P = TypeVar("P", bound=Policy)
 MOST_SKIPPED = 10
 """Steps in a row that may be skipped."""
 
@@ -109,6 +111,31 @@ class OfflineStep(Generic[Item]):
             )
         return None
 
+    def train(
+        self,
+        batches: Iterable[Sequence[Item]],
+        loss: Callable[[Sequence[Item], Sequence[Item]], Tensor],
+        lr: Callable[[int], float],
+        evaluate: Callable[[int, float], int | None],
+        first: int,
+    ) -> None:
+        """Take steps until an evaluation ends the training; the ``first`` one follows this step, counted from 1.
+
+        loss: from a batch, and those of its items that are in a micro-batch, to their part of its loss. lr: learning
+        rate of a step. evaluate: from a step, and the mean loss since the last evaluation, to the step of the next
+        evaluation; None ends the training.
+        """
+        due: int | None = first
+        losses: list[float] = []
+        for number, batch in enumerate(batches, start=1):
+            found = self.run(batch, partial(loss, batch), lr(number))
+            losses += [] if found is None else [found]
+            if number == due:
+                due = evaluate(number, sum(losses) / len(losses) if losses else float("nan"))
+                losses.clear()
+            if due is None:
+                return
+
     def _accumulate(self, parts: Sequence[Sequence[Item]], loss: Callable[[Sequence[Item]], Tensor]) -> Sums:
         seen: list[Tensor] = []
         for items in parts:
@@ -120,32 +147,33 @@ class OfflineStep(Generic[Item]):
         return sums
 
 
-@dataclass(frozen=True)
-class OfflineLoop(Generic[Item]):
-    """Optimizer steps, and evaluations in between that decide when training ends.
+def batches(rows: Sequence[Item], size: int, seed: int) -> Iterator[list[Item]]:
+    """Yield batches without end, every epoch in a new order; the last batch of an epoch may be smaller."""
+    generator = torch.Generator().manual_seed(seed)
+    while True:
+        order = torch.randperm(len(rows), generator=generator).tolist()
+        for start in range(0, len(order), size):
+            yield [rows[i] for i in order[start : start + size]]
 
-    loss: from a batch, and those of its items that are in a micro-batch, to their part of its loss. lr: learning rate
-    of a step; the first step is 1. evaluate: from a step, and the mean loss since the last evaluation, to the step of
-    the next evaluation; None ends the training.
-    """
 
-    step: OfflineStep[Item]
-    loss: Callable[[Sequence[Item], Sequence[Item]], Tensor]
-    lr: Callable[[int], float]
-    evaluate: Callable[[int, float], int | None]
-
-    def run(self, batches: Iterable[Sequence[Item]], first: int) -> None:
-        """Train until an evaluation ends it; the ``first`` evaluation follows this step."""
-        due: int | None = first
-        losses: list[float] = []
-        for number, batch in enumerate(batches, start=1):
-            loss = self.step.run(batch, partial(self.loss, batch), self.lr(number))
-            losses += [] if loss is None else [loss]
-            if number == due:
-                due = self.evaluate(number, sum(losses) / len(losses) if losses else float("nan"))
-                losses.clear()
-            if due is None:
-                return
+def load_policy(
+    kind: type[P],
+    model: ModelConfig,
+    path: str,
+    limits: MemoryLimits,
+    ranks: Ranks,
+    places: Placeholders | None,
+    dtype: str,
+    output_tokens: Sequence[int] | None = None,
+) -> P:
+    """Load the policy at ``path``; without weights on all ranks but the first, from which these get them."""
+    loaded = load_model(path, dtype, model.trust_remote_code, places is not None, not ranks.is_main, model.max_length)
+    tower = None if places is None else VisionTower(loaded, places.settings, model.freeze_vision)
+    if tower is not None:
+        tower.always = ranks.world > 1
+    policy = kind(loaded, vision=tower, output_tokens=output_tokens)
+    policy.share_prefixes = limits.share_prefixes
+    return policy
 
 
 def answer_logprobs(policy: Policy, rows: Sequence[DemonstrationIds]) -> Tensor:
@@ -162,14 +190,13 @@ def image_batch(policy: Policy, rows: Sequence[DemonstrationIds]) -> ImageBatch 
     if policy.vision is None:
         return None
     files = {digest: file for row in rows for digest, file in row.files.items()}
-    longest = max([len(row.prompt) + len(row.answer) for row in rows], default=2)
+    longest = max([len(row.ids) for row in rows], default=2)
     found = ImageFiles(policy.vision.settings, files).batch([row.images for row in rows], longest)
     return None if found is None else found.to(policy.device)
 
 
 def answer_tokens(rows: Sequence[DemonstrationIds]) -> tuple[Tensor, Tensor, Tensor]:
     """Return padded token ids, int64 [R, T]; which of them but the first are answers, bool [R, T-1]; lengths, [R]."""
-    tokens, lengths = pad([row.prompt + row.answer for row in rows], 0)
+    tokens, own = pad([row.ids for row in rows], 0)
     starts = torch.tensor([len(row.prompt) for row in rows] or [2])
-    positions = torch.arange(1, tokens.shape[1])
-    return tokens, (positions >= starts[:, None]) & (positions < lengths[:, None]), lengths
+    return tokens, (torch.arange(1, tokens.shape[1]) >= starts[:, None]) & own[:, 1:], own.sum(-1)

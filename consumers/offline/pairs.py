@@ -1,13 +1,12 @@
-"""Preference pairs, a prompt with a better and a worse answer: their tokens, their batches, and the losses on them.
+"""Preference pairs, a prompt with a better and a worse answer: their tokens, and the losses on them.
 
 The losses are pure functions with a value for each pair, [P].
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeAlias, TypeVar
+from typing import TypeAlias
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -20,7 +19,6 @@ from consumers.offline.encoding import (
     encode_demonstration,
 )
 
-T = TypeVar("T")
 PairIds: TypeAlias = tuple[DemonstrationIds, DemonstrationIds]
 """Token ids of the prompt with the better, and with the worse answer."""
 
@@ -48,15 +46,6 @@ def encode(
     rows = (Demonstration(pair.prompt, answer, pair.images) for answer in (pair.chosen, pair.rejected))
     chosen, rejected = (encode_demonstration(tokenizer, row, max_length, places, may_be_empty=True) for row in rows)
     return chosen, rejected
-
-
-def batches(rows: Sequence[T], size: int, seed: int) -> Iterator[list[T]]:
-    """Yield batches without end, every epoch in a new order; the last batch of an epoch may be smaller."""
-    generator = torch.Generator().manual_seed(seed)
-    while True:
-        order = torch.randperm(len(rows), generator=generator).tolist()
-        for start in range(0, len(order), size):
-            yield [rows[i] for i in order[start : start + size]]
 
 
 def preference_margin(chosen: Tensor, rejected: Tensor, ref_chosen: Tensor, ref_rejected: Tensor) -> Tensor:

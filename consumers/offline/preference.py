@@ -16,11 +16,18 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
 from consumers.offline.encoding import LoadTokenizer, Placeholders, PolicyTokenizer, pad
-from consumers.offline.loop import DEFAULT_LIMITS, MemoryLimits, MicroBatches, OfflineLoop, OfflineStep, answer_logprobs
+from consumers.offline.loop import (
+    DEFAULT_LIMITS,
+    MemoryLimits,
+    MicroBatches,
+    OfflineStep,
+    answer_logprobs,
+    batches,
+    load_policy,
+)
 from consumers.offline.pairs import (
     PairIds,
     Preference,
-    batches,
     bradley_terry_loss,
     dpo_loss,
     encode,
@@ -32,8 +39,7 @@ from consumers.trainer.distributed.layout import check_model
 from consumers.trainer.distributed.ranks import Ranks
 from consumers.trainer.model.hf_weights import named_weights, save_weights
 from consumers.trainer.model.parity import fix_rotary_frequencies, train_without_noise
-from consumers.trainer.model.policy import DTYPES, Policy, load_model, read_model
-from consumers.trainer.model.vision import VisionTower
+from consumers.trainer.model.policy import DTYPES, Policy, read_model
 from consumers.trainer.step.gradient_update import Schedule
 from consumers.trainer.step.optimizers import build_optimizer
 from schemas.config import DpoConfig, ModelConfig, PreferenceConfig, RewardModelConfig
@@ -97,7 +103,9 @@ def train_on_pairs(
             trained, margins, packed = _prepare_scorer(model, limits, ranks, tokenizer)
             losses = bradley_terry_loss
         own, other = ([encode(tokenizer, pair, model.max_length, places) for pair in part] for part in (pairs, heldout))
-        cut = MicroBatches(ranks, _packed_tokens if packed else _padded_tokens, limits, packed)
+        # Padded to the longer of its two rows.
+        width: Callable[[Sequence[int]], int] = sum if packed else lambda lengths: 2 * max(lengths)
+        cut = MicroBatches(ranks, lambda pair: width([len(row.ids) for row in pair]), limits, packed)
         training = _PairwiseTraining(other, settings, cut, ranks, margins, losses, progress)
         result = training.run(trained, own, DTYPES[model.dtype], seed)
         whole = trained.causal_lm if isinstance(trained, Policy) else trained
@@ -116,17 +124,7 @@ def _prepare_dpo(
     model: ModelConfig, limits: MemoryLimits, ranks: Ranks, places: Placeholders | None
 ) -> tuple[Policy, Margins, bool]:
     """Return the policy, its margins relative to the reference, and whether both are packed."""
-
-    def load(dtype: str) -> Policy:
-        empty = not ranks.is_main
-        loaded = load_model(model.path, dtype, model.trust_remote_code, places is not None, empty, model.max_length)
-        tower = None if places is None else VisionTower(loaded, places.settings, model.freeze_vision)
-        if tower is not None:
-            tower.always = ranks.world > 1
-        found = Policy(loaded, vision=tower)
-        found.share_prefixes = limits.share_prefixes
-        return found
-
+    load = partial(load_policy, Policy, model, model.path, limits, ranks, places)
     policy = load("float32")
     limits.apply(policy.causal_lm)
     policy = ranks.prepare(policy, DTYPES[model.dtype])
@@ -152,8 +150,11 @@ def _prepare_scorer(
     scorer = ranks.prepare(scorer, DTYPES[model.dtype])
 
     def margins(batch: Sequence[PairIds]) -> Tensor:
-        rows = [row.prompt + row.answer for pair in batch for row in pair]
-        chosen, rejected = _scores(scorer, rows).view(-1, 2).unbind(-1)
+        rows = [row.ids for pair in batch for row in pair]
+        tokens, own = pad(rows, scorer.config.get_text_config().pad_token_id)
+        given = {"input_ids": tokens.to(scorer.device), "attention_mask": own.long().to(scorer.device)}
+        scores: Tensor = scorer(**given, use_cache=False).logits[:, 0].float()
+        chosen, rejected = scores[: len(rows)].view(-1, 2).unbind(-1)
         return chosen - rejected
 
     return scorer, margins, False
@@ -184,9 +185,8 @@ class _PairwiseTraining:
         changing = build_optimizer(model, optimizer)
         step = OfflineStep(model, changing, self.cut, self.ranks, dtype, optimizer.max_grad_norm)
         schedule = Schedule(optimizer, optimizer.lr, settings.steps)
-        OfflineLoop(step, self._loss, schedule.at, self._evaluate).run(
-            batches(pairs, settings.batch_size, seed), first=min(settings.eval_every, settings.steps)
-        )
+        first = min(settings.eval_every, settings.steps)
+        step.train(batches(pairs, settings.batch_size, seed), self._loss, schedule.at, self._evaluate, first)
         return self.last
 
     def _loss(self, batch: Sequence[PairIds], pairs: Sequence[PairIds]) -> Tensor:
@@ -211,25 +211,6 @@ def _pair_logprobs(policy: Policy, batch: Sequence[PairIds]) -> tuple[Tensor, Te
     """Sum the log-probabilities of the chosen and of the rejected answers over their tokens: float32 [P] each."""
     sums = answer_logprobs(policy, [row for pair in batch for row in pair]).view(-1, 2)
     return sums[:, 0], sums[:, 1]
-
-
-def _packed_tokens(pair: PairIds) -> int:
-    """Count the tokens of a pair's two rows."""
-    return sum(len(row.prompt) + len(row.answer) for row in pair)
-
-
-def _padded_tokens(pair: PairIds) -> int:
-    """Count the tokens of a pair's two rows, padded to the longer one."""
-    return 2 * max(len(row.prompt) + len(row.answer) for row in pair)
-
-
-def _scores(scorer: PreTrainedModel, rows: Sequence[list[int]]) -> Tensor:
-    """Return the score of each row of token ids, float32 [R]."""
-    tokens, lengths = pad(rows, scorer.config.get_text_config().pad_token_id)
-    attention = (torch.arange(tokens.shape[1]) < lengths[:, None]).long()
-    given = {"input_ids": tokens.to(scorer.device), "attention_mask": attention.to(scorer.device)}
-    scores: Tensor = scorer(**given, use_cache=False).logits[:, 0].float()
-    return scores[: len(rows)]
 
 
 def _scorer(model: ModelConfig, tokenizer: PolicyTokenizer, empty: bool) -> PreTrainedModel:

@@ -17,15 +17,9 @@ def settings_digest(settings: WarmStartConfig, seed: int, dtype: str, base: Path
     they may import, count with what is in them.
     """
     known = [settings.model_dump(mode="json"), seed, dtype, ENCODING]
-    code = _code_digest(settings, base or Path())
+    names = (settings.model, settings.dataset.name, settings.eval.name)
+    named = [((base or Path()) / name.rpartition(":")[0]).resolve() for name in names if ".py:" in name]
+    files = sorted({file for path in named for file in path.parent.glob("*.py") if file.is_file()})
+    code = " ".join(hashlib.blake2b(file.read_bytes(), digest_size=16).hexdigest() for file in files)
     text = json.dumps([*known, code] if code else known, sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
-
-
-def _code_digest(settings: WarmStartConfig, base: Path) -> str:
-    """Return the digest of the user's own files, "" if the settings name none."""
-    names = (settings.model, settings.dataset.name, settings.eval.name)
-    named = [(base / name.rpartition(":")[0]).resolve() for name in names if ".py:" in name]
-    files = sorted({file for path in named for file in path.parent.glob("*.py") if file.is_file()})
-    digests = [hashlib.blake2b(file.read_bytes(), digest_size=16).hexdigest() for file in files]
-    return " ".join(digests)

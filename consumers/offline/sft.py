@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Self, TypeAlias, cast
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
@@ -29,13 +29,13 @@ from consumers.offline.loop import (
     DEFAULT_LIMITS,
     MemoryLimits,
     MicroBatches,
-    OfflineLoop,
     OfflineStep,
     answer_logprobs,
     answer_tokens,
+    batches,
     image_batch,
+    load_policy,
 )
-from consumers.offline.pairs import batches
 from consumers.offline.provenance import settings_digest
 from consumers.trainer.checkpoint.files import whole_folder
 from consumers.trainer.data.packed import lay_out
@@ -43,8 +43,7 @@ from consumers.trainer.data.patches import ImageBatch
 from consumers.trainer.distributed.layout import check_model
 from consumers.trainer.distributed.ranks import Ranks
 from consumers.trainer.model.hf_weights import named_weights, save_weights
-from consumers.trainer.model.policy import DTYPES, Policy, last_hidden, load_model
-from consumers.trainer.model.vision import VisionTower
+from consumers.trainer.model.policy import DTYPES, Policy, last_hidden
 from schemas.config import ModelConfig, WarmStartConfig
 from schemas.errors import ConfigError
 from schemas.model_folder import PROVENANCE, find_tokens
@@ -109,21 +108,23 @@ def train_sft(
     if not examples or not heldout:
         raise ConfigError(f"warm_start needs examples in both sets, has {len(examples)} and {len(heldout)}")
     ranks = ranks or Ranks()
-    trust, length, dtype = model.trust_remote_code, model.max_length, model.dtype
+    dtype = model.dtype
     with whole_folder(Path(model.path), "model.path", main=ranks.is_main) as aside:
         if callable(source) and ranks.is_main:
             source(aside, seed)
         # The others read what rank 0 has written.
         start = ranks.broadcast_text(str(aside if callable(source) else source))
-        check_model(start, ranks.layout, trust)
+        check_model(start, ranks.layout, model.trust_remote_code)
         tokenizer = load_tokenizer(start)
         places = None if load_places is None else load_places(start)
         only = find_tokens(start, model.output_tokens)
-        encode = partial(encode_demonstration, tokenizer, max_length=length, places=places, allowed=only)
+        encode = partial(encode_demonstration, tokenizer, max_length=model.max_length, places=places, allowed=only)
         own, other = ([encode(Demonstration(*one)) for one in part] for part in (examples, heldout))
-        loaded = load_model(start, "float32", trust, places is not None, not ranks.is_main, length)
-        tower = None if places is None else VisionTower(loaded, places.settings, model.freeze_vision)
-        trained = _Model(loaded, vision=tower, output_tokens=only).prepare(limits, ranks, DTYPES[dtype])
+        trained = load_policy(_Model, model, start, limits, ranks, places, "float32", only)
+        limits.apply(trained.causal_lm)
+        trained = ranks.prepare(trained, DTYPES[dtype])
+        if isinstance(trained, FSDPModule):
+            register_fsdp_forward_method(trained, "choices")
         reported = progress if ranks.is_main else None
         last = _Training(trained, other, settings, limits, ranks, reported).run(own, DTYPES[dtype], seed)
         reached, digest = last.accuracy >= (settings.stop_accuracy or 0), settings_digest(settings, seed, dtype, base)
@@ -142,17 +143,6 @@ def train_sft(
 
 class _Model(Policy):
     """The model in training, which answers, too."""
-
-    def prepare(self, limits: MemoryLimits, ranks: Ranks, dtype: torch.dtype) -> Self:
-        """Return it as configured, and shared out over the ranks."""
-        if self.vision is not None:
-            self.vision.always = ranks.world > 1
-        limits.apply(self.causal_lm)
-        self.share_prefixes = limits.share_prefixes
-        model = ranks.prepare(self, dtype)
-        if isinstance(model, FSDPModule):
-            register_fsdp_forward_method(model, "choices")
-        return model
 
     def choices(self, tokens: Tensor, targets: Tensor, mask: Tensor, images: ImageBatch | None) -> Tensor:
         """Return whether each row's masked targets are the most likely tokens, bool [R]; tensors as in ``forward``.
@@ -187,11 +177,10 @@ class _Training:
         optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=settings.lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True
         )
-        cut = MicroBatches(self.ranks, _tokens, self.limits, self.model.packed)
+        cut = MicroBatches(self.ranks, lambda row: len(row.ids), self.limits, self.model.packed)
         step = OfflineStep(self.model, optimizer, cut, self.ranks, dtype, max_grad_norm=1.0)
-        OfflineLoop(step, self._loss, self._lr, self._evaluate).run(
-            batches(examples, settings.batch_size, seed), first=min(settings.eval_every, settings.max_steps)
-        )
+        first = min(settings.eval_every, settings.max_steps)
+        step.train(batches(examples, settings.batch_size, seed), self._loss, self._lr, self._evaluate, first)
         return self.last
 
     def _loss(self, batch: Sequence[DemonstrationIds], rows: Sequence[DemonstrationIds]) -> Tensor:
@@ -237,7 +226,3 @@ class _Training:
         tokens, mask, _ = (each.to(self.model.device) for each in answer_tokens(rows))
         found: list[bool] = self.model.choices(tokens, tokens[:, 1:], mask, image_batch(self.model, rows)).tolist()
         return found
-
-
-def _tokens(row: DemonstrationIds) -> int:
-    return len(row.prompt) + len(row.answer)
