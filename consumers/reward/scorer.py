@@ -18,13 +18,13 @@ import numpy as np
 import numpy.typing as npt
 
 from consumers.reward.rewards.signatures import RewardInput
-from consumers.reward.rewards.terms import Term, TermResult, resolve
+from consumers.reward.rewards.terms import TermResult, resolve
 from consumers.reward.workers.pool import LOAD_TIMEOUT_S, START_TIMEOUT_S, WorkerPool
 from consumers.reward.workers.worker import WorkerSetup
 from schemas.codec import Array
 from schemas.config import RewardConfig, RewardTerm
 from schemas.errors import ConfigError
-from schemas.messages import REWARD_RANGE, Score, ScoreStatus, Segment, Trajectory, is_reward
+from schemas.messages import REWARD_RANGE, Score, Segment, Trajectory, is_reward
 from schemas.messages.moments import ending, pack, unpack
 
 Floats: TypeAlias = npt.NDArray[Any]
@@ -44,7 +44,11 @@ class Scorer:
         self._traced = traced
         self._terms = resolve(reward.terms, base)
         self._correct_from, self._correct_term = reward.correct_from, reward.correct_term
-        check_secrets(self._terms)
+        for term in self._terms:
+            if missing := [name for name in term.secrets if not os.environ.get(name)]:
+                raise ConfigError(
+                    f"reward {term.label!r}: the environment variable {missing[0]} that it names is not set"
+                )
         # Terms in this process first, then those that share workers, then those with a worker of their own.
         numbered = sorted(enumerate(self._terms), key=lambda item: (not item[1].inline, item[1].capacity > 0))
         self._order = [i for i, _ in numbered]
@@ -57,7 +61,8 @@ class Scorer:
             if served[0].capacity:
                 shown, count, capacity = [*reward.env, *served[0].secrets], 1, served[0].capacity
             setup = WorkerSetup.of(reward.terms, base, serves, reward.timeout_s)
-            pool = WorkerPool(setup, count, capacity, _start_timeout_s(served), shown)
+            start_s = LOAD_TIMEOUT_S if any(term.traits.prepare for term in served) else START_TIMEOUT_S
+            pool = WorkerPool(setup, count, capacity, start_s, shown)
             self._pools.update(dict.fromkeys(serves, pool))
         self.capacity = sum(pool.capacity for pool in set(self._pools.values()))
         self._running = contextlib.AsyncExitStack()
@@ -87,7 +92,7 @@ class Scorer:
             term = self._terms[i]
             if term.datasets is not None and trajectory.dataset not in term.datasets:
                 continue
-            if term.trains_only and trajectory.kind == "eval":
+            if (term.traits.trains_only or term.traits.teacher) and trajectory.kind == "eval":
                 continue
             if term.inline:
                 result = await term.call_async(sample())
@@ -117,16 +122,14 @@ class Scorer:
         components, parts = dict[str, float](), dict[int, float]()
         taught = list[tuple[float, Floats]]()
 
-        def failed(status: ScoreStatus, reason: str) -> Score:
-            return Score(
-                status=status, reason=reason, seconds=seconds, dataset=trajectory.dataset, level=trajectory.level
-            )
+        def made(**fields: Any) -> Score:
+            return Score(seconds=seconds, dataset=trajectory.dataset, level=trajectory.level, **fields)
 
         for i, outcome in sorted(outcomes.items()):
             term = self._terms[i]
             seconds += outcome.seconds
             if outcome.status != "ok":
-                return failed(outcome.status, f"{term.label}: {outcome.reason}")
+                return made(status=outcome.status, reason=f"{term.label}: {outcome.reason}")
             components |= {f"{term.label}/{name}": value for name, value in outcome.logged.items()}
             if outcome.logprobs is not None:
                 taught.append((term.weight, outcome.logprobs.numpy()))
@@ -136,21 +139,18 @@ class Scorer:
                 components[term.label] = outcome.value
                 parts[i] = term.weight * outcome.value
         if not parts and not taught:
-            return failed("error", "no term applies to it")
+            return made(status="error", reason="no term applies to it")
         total = sum(parts.values())
         if not is_reward(total):
             most = self._terms[max(parts, key=lambda i: abs(parts[i]))]
             part = f"{most.label}: {components[most.label]:g} by its weight {most.weight:g}"
-            return failed("error", f"{part} makes a sum of {total:g}, must be {REWARD_RANGE}")
+            return made(status="error", reason=f"{part} makes a sum of {total:g}, must be {REWARD_RANGE}")
         decisive = components.get(self._correct_term or "", total)
-        return Score(
+        return made(
             reward=total,
             components=components,
-            seconds=seconds,
             # A sum of weights such as 0.7 and 0.3 may be a little less than 1.
             correct=decisive >= self._correct_from - 1e-9,
-            dataset=trajectory.dataset,
-            level=trajectory.level,
             teacher_logprobs=_mixed(trajectory, taught) if taught else None,
         )
 
@@ -168,14 +168,6 @@ def _mixed(trajectory: Trajectory, taught: Sequence[tuple[float, Floats]]) -> Ar
     return Array.of(np.where(trajectory.loss_mask.numpy() == 1, np.logaddexp.reduce(parts), 0.0), "f4")
 
 
-def check_secrets(terms: Sequence[Term]) -> None:
-    """Raise ConfigError if an environment variable that a term names is not set in this process."""
-    for term in terms:
-        for name in term.secrets:
-            if not os.environ.get(name):
-                raise ConfigError(f"reward {term.label!r}: the environment variable {name} that it names is not set")
-
-
 def reward_input(trajectory: Trajectory) -> RewardInput:
     """Return the input of reward functions. The prompt ends at the first token that the policy generated.
 
@@ -184,6 +176,8 @@ def reward_input(trajectory: Trajectory) -> RewardInput:
     mask = trajectory.loss_mask.data
     start = mask.index(1) if 1 in mask else len(mask)
     tokens = trajectory.tokens.numpy().tolist()
+    # A task that is generated again has other tokens, and another name.
+    digest = hashlib.blake2b(trajectory.tokens.data, digest_size=8).hexdigest()
     return RewardInput(
         trajectory.prompt,
         trajectory.completion,
@@ -196,7 +190,7 @@ def reward_input(trajectory: Trajectory) -> RewardInput:
         trajectory.calls,
         trajectory.finish,
         _last_row(trajectory) if len(trajectory.segments) > 1 else None,
-        _identity(trajectory),
+        f"{trajectory.run}-{trajectory.task_id}-{trajectory.sample}-{digest}",
         max((span.version for span in trajectory.spans), default=0),
         trajectory.segments if len(trajectory.segments) > 1 else [],
         trajectory.temperature,
@@ -205,23 +199,19 @@ def reward_input(trajectory: Trajectory) -> RewardInput:
     )
 
 
-def _identity(trajectory: Trajectory) -> str:
-    """Return a name of exactly this sample: a task that is generated again has other tokens, and another name."""
-    digest = hashlib.blake2b(trajectory.tokens.data, digest_size=8).hexdigest()
-    return f"{trajectory.run}-{trajectory.task_id}-{trajectory.sample}-{digest}"
-
-
 def _last_row(trajectory: Trajectory) -> list[int]:
     """Return the tokens of the row with the main agent's last answer, or another agent's if it has none."""
+
+    def last_call(numbered: tuple[int, Segment]) -> tuple[int, int]:
+        number, segment = numbered
+        calls = [turn.call for turn in trajectory.turns if segment.start <= turn.start < segment.end]
+        return max(calls, default=-1), number
+
     segments = list(enumerate(trajectory.segments))
     own = [(k, segment) for k, segment in segments if segment.name == "main"] or segments
-    newest, _ = max(own, key=lambda one: (_last_call(trajectory, one[1]), one[0]))
+    newest, _ = max(own, key=last_call)
     ids: list[int] = trajectory.tokens.numpy()[trajectory.rows()[newest].places].tolist()
     return ids
-
-
-def _last_call(trajectory: Trajectory, segment: Segment) -> int:
-    return max((turn.call for turn in trajectory.turns if segment.start <= turn.start < segment.end), default=-1)
 
 
 def check_reward(
@@ -251,9 +241,3 @@ def check_reward(
                 return None
 
     return asyncio.run(score())
-
-
-def _start_timeout_s(terms: Sequence[Term]) -> float:
-    """Return how long a worker of these terms may take to start; a function that loads something has ``prepare``."""
-    loads = any(getattr(term.function, "prepare", None) is not None for term in terms)
-    return LOAD_TIMEOUT_S if loads else START_TIMEOUT_S

@@ -118,13 +118,6 @@ def _annotation(found: Any) -> str:
     return re.sub(r"\btyping\.|\bList\b", lambda match: "list" if match[0] == "List" else "", str(found))
 
 
-def named_parameters(function: Callable[..., Any]) -> tuple[list[str], bool]:
-    """Parameters that can be given by name, and whether any other name is taken, too."""
-    parameters = inspect.signature(function).parameters
-    named = [n for n, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    return named, any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-
-
 def positional(sample: RewardInput) -> tuple[str, str, list[int], list[int]]:
     """Return what a function with ``*args`` gets in this order."""
     return sample.prompt, sample.completion, sample.prompt_ids, sample.completion_ids
@@ -174,23 +167,14 @@ def verl_keywords(sample: RewardInput, accepts: frozenset[str] | None) -> dict[s
     return {name: value for name, value in keywords.items() if accepts is None or name in accepts}
 
 
-def prompt_messages(sample: RewardInput) -> list[dict[str, Any]]:
-    """Return a sample's prompt as messages, as TRL's functions get it for conversational data."""
+def conversation(sample: RewardInput) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Return prompt and completion as messages, as TRL's functions get them for conversational data."""
     messages = sample.data.get("messages")
     if isinstance(messages, list) and messages:
-        return list(messages[:-1])
+        return messages[:-1], messages[-1:]
     prompt = sample.data.get("prompt")
-    if isinstance(prompt, list):
-        return list(prompt)
-    return [{"role": "user", "content": sample.prompt}]
-
-
-def answer_messages(sample: RewardInput) -> list[dict[str, Any]]:
-    """Return a sample's completion as a list of one message."""
-    messages = sample.data.get("messages")
-    if isinstance(messages, list) and messages:
-        return [messages[-1]]
-    return [{"role": "assistant", "content": sample.completion}]
+    asked = list(prompt) if isinstance(prompt, list) else [{"role": "user", "content": sample.prompt}]
+    return asked, [{"role": "assistant", "content": sample.completion}]
 
 
 class ClassSettings(dict[str, Any]):

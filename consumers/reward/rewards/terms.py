@@ -12,10 +12,10 @@ import inspect
 import numbers
 import time
 from collections.abc import Callable, Coroutine, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Annotated, Any, TypeAlias, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeAlias, TypeVar
 
 import msgspec
 from pydantic import Field
@@ -27,13 +27,11 @@ from consumers.reward.rewards.signatures import (
     Form,
     Log,
     RewardInput,
-    answer_messages,
+    conversation,
     find_form,
     from_class,
-    named_parameters,
     numbers_of,
     positional,
-    prompt_messages,
     takes_text,
     verl_keywords,
 )
@@ -50,45 +48,53 @@ Positive: TypeAlias = Annotated[int, Field(ge=1)]
 BATCH = 32
 """Samples of a call of a function of lists that does not say."""
 WAIT_MS = 5.0
-SHARED = ("batch", "wait_ms", "chat")
-"""Settings of functions of lists."""
+SHARING = ("concurrency", "batch", "wait_ms", "chat")
+"""Traits that a term's settings may change."""
 
 
-def reward(
-    *,
-    inline: bool | Callable[..., bool] = False,
-    needs: tuple[str, str] | None = None,
-    check: Callable[..., None] | None = None,
-    settings: tuple[str, ...] = (),
-    concurrency: int | None = None,
-    secrets: Callable[..., list[str]] | None = None,
-    prepare: Callable[..., object] | None = None,
-    teacher: bool = False,
-    trains_only: bool = False,
-) -> Callable[[F], F]:
-    """Declare what a reward function is like.
+@dataclass(frozen=True, kw_only=True)
+class Traits:
+    """What a reward function is like, declared by ``@reward(...)``, or by attributes of these names.
 
-    inline: its time is bounded by the length of its input, so it runs in the service's own
-    process without a deadline; or a function of its arguments that says so.
-    needs: the import it cannot do without, and the extra of tidemill that brings it.
-    check: called with the arguments of the configuration, which have the types of the function's hints; ValueError when
-    one is wrong.
-    settings: parameters that the configuration alone gives, whatever fields the task's data has.
-    concurrency: calls of an async function in flight at once, in a worker of its own.
+    inline: its time is bounded by the length of its input, so it runs in the service's own process without a deadline;
+    or a function of its arguments that says so. needs: the import it cannot do without, and the extra of tidemill that
+    brings it. check: called with the arguments of the configuration, which have the types of the function's hints;
+    ValueError when one is wrong. settings: parameters that the configuration alone gives, whatever fields the task's
+    data has. Of a built-in one True: all that the configuration may give.
+    concurrency: calls of an async function in flight at once, in a worker of its own. batch: most samples of a call of
+    a function of lists, which waits wait_ms for more; chat, too, says that it is one of lists.
     secrets: names of environment variables that its worker is shown, of the arguments of the configuration.
     prepare: called with the arguments of the configuration when a worker starts, so that no call is charged for it.
     teacher: it returns the log-probability of each token of the sample, and no reward. trains_only: evaluations do not
     call it; nor do they call a teacher.
     """
 
-    def declare(function: F) -> F:
-        vars(function).update(
-            inline=inline, needs=needs, check=check, settings=settings, concurrency=concurrency, secrets=secrets,
-            prepare=prepare, teacher=teacher, trains_only=trains_only,
-        )  # fmt: skip
+    inline: bool | Callable[..., bool] = False
+    needs: tuple[str, str] | None = None
+    check: Callable[..., None] | None = None
+    settings: tuple[str, ...] | Literal[True] = ()
+    concurrency: int | None = None
+    batch: int | None = None
+    wait_ms: float | None = None
+    chat: bool | None = None
+    secrets: Callable[..., list[str]] | None = None
+    prepare: Callable[..., object] | None = None
+    teacher: bool = False
+    trains_only: bool = False
+
+    def __call__(self, function: F) -> F:
+        vars(function).update(vars(self))
         return function
 
-    return declare
+    @classmethod
+    def of(cls, function: Callable[..., Any], term: RewardTerm) -> Self:
+        """Return those of a function, changed by the settings of its term."""
+        found = {one.name: getattr(function, one.name) for one in fields(cls) if hasattr(function, one.name)}
+        found |= {name: found.get(name) is True for name in ("teacher", "trains_only")}
+        return cls(**found | {name: said for name in SHARING if (said := getattr(term, name)) is not None})
+
+
+reward = Traits
 
 
 class TermResult(msgspec.Struct, frozen=True):
@@ -112,12 +118,10 @@ class Term:
     """A term of the reward, ready to call.
 
     label: its key among the components. accepts: data fields that the function takes, None for all. inline: whether it
-    runs in the service's own process. fields: those of FIELDS that it names. settings: parameters that data never
-    gives. concurrency: calls in flight in its own worker, 0 where it shares workers. batch: most samples of a call of
-    a function of lists, 0 for others; wait_s: how long a call waits for more. chat: such a function gets messages.
-    None: where the data is conversational. own: parameters that it names of those that hold the sample.
-    secrets: environment variables that only its worker sees. datasets: whose samples get it, None: all. teacher: it
-    gives log-probabilities, and no reward. trains_only: evaluations do not call it.
+    runs in the service's own process. named: parameters that it names; it gets FIELDS, and what holds the sample, only
+    so. settings: parameters that data never gives. batch: most samples of a call of a function of lists, 0 for others;
+    wait_s: how long a call waits for more. chat: such a function gets messages. None: where the data is conversational.
+    secrets: environment variables that only its worker sees. datasets: whose samples get it, None: all.
     """
 
     label: str
@@ -126,29 +130,25 @@ class Term:
     args: dict[str, Any]
     accepts: frozenset[str] | None
     inline: bool
-    fields: frozenset[str] = frozenset()
+    traits: Traits = Traits()
+    named: frozenset[str] = frozenset()
     settings: frozenset[str] = frozenset()
     form: Form = "sample"
-    concurrency: int = 0
     batch: int = 0
     wait_s: float = 0.0
     chat: bool | None = False
-    own: frozenset[str] = frozenset()
     secrets: tuple[str, ...] = ()
     datasets: frozenset[str] | None = None
-    teacher: bool = False
-    trains_only: bool = False
 
     @property
     def capacity(self) -> int:
         """Samples that its own worker does at once, 0 if it shares workers."""
-        return self.concurrency or self.batch
+        return self.traits.concurrency or self.batch
 
     @property
     def is_local(self) -> bool:
         """Return whether its calls, as declared, need no server and no model: it awaits, loads and hides nothing."""
-        awaits, loads = inspect.iscoroutinefunction(self.function), getattr(self.function, "prepare", None) is not None
-        return not (awaits or loads or self.secrets)
+        return not (inspect.iscoroutinefunction(self.function) or self.traits.prepare or self.secrets)
 
     def call(self, sample: RewardInput, finish: Finish = asyncio.run) -> TermResult:
         """Call the function; never raises, whatever it does short of ending the process. finish: runs a coroutine."""
@@ -189,7 +189,7 @@ class Term:
                 return [self.call_batch([sample], finish)[0] for sample in samples]
             return [_failed(error, started)]
         seconds = time.perf_counter() - started
-        if self.teacher:
+        if self.traits.teacher:
             return [_taught(value, sample, seconds) for value, sample in zip(values, samples, strict=True)]
         return [
             TermResult(applies=False, seconds=seconds, logged=logged) if v is None else _result(v, seconds, logged)
@@ -202,42 +202,41 @@ class Term:
         given = positional(sample) if self.form == "positional" else ()
         return self.function(*given, **(self._keywords(sample) | self.args))
 
+    def _takes(self, name: str) -> bool:
+        """Return whether the function takes a field of the data."""
+        return (self.accepts is None or name in self.accepts) and name not in self.settings
+
     def _keywords(self, sample: RewardInput) -> dict[str, Any]:
-        """Return what a function of one sample gets: those of ``own``, named fields, and data that it accepts."""
-        accepted = sample.data.keys() if self.accepts is None else self.accepts & sample.data.keys()
-        data = {
-            name: sample.data[name] for name in accepted if name not in OWN[self.form] and name not in self.settings
-        }
-        own = zip(OWN[self.form], positional(sample), strict=True)
-        return (
-            {name: sample.field(name) for name in self.fields}
-            | data
-            | {name: value for name, value in own if name in self.own}
-        )
+        """Return what a function of one sample gets: what it names of the sample, and data that it accepts."""
+        own = dict(zip(OWN[self.form], positional(sample), strict=True))
+        given = {name: sample.field(name) for name in FIELDS & self.named}
+        given |= {name: value for name, value in sample.data.items() if name not in own and self._takes(name)}
+        return given | {name: value for name, value in own.items() if name in self.named}
 
     def _columns(self, samples: Sequence[RewardInput], log: Log) -> dict[str, Any]:
         """Return what a function of lists gets: by name a value for each sample, None if its data has none."""
-        accepts = self.accepts
-        columns: dict[str, Any] = {name: [sample.field(name) for sample in samples] for name in self.fields}
+        columns: dict[str, Any] = {name: [one.field(name) for one in samples] for name in FIELDS & self.named}
         for name in dict.fromkeys(key for sample in samples for key in sample.data):
-            accepted = (accepts is None or name in accepts) and name not in self.settings
-            if accepted and name not in ("prompt", "completion"):
+            if self._takes(name) and name not in ("prompt", "completion"):
                 columns[name] = [sample.data.get(name) for sample in samples]
         chats = [isinstance(one.data.get("prompt"), list) if self.chat is None else self.chat for one in samples]
-        pairs = list(zip(samples, chats, strict=True))
+        said: list[tuple[Any, Any]] = [
+            conversation(one) if talks else (one.prompt, one.completion)
+            for one, talks in zip(samples, chats, strict=True)
+        ]
         own: dict[str, Any] = {
-            "prompts": [prompt_messages(one) if talks else one.prompt for one, talks in pairs],
-            "completions": [answer_messages(one) if talks else one.completion for one, talks in pairs],
+            "prompts": [prompt for prompt, _ in said],
+            "completions": [completion for _, completion in said],
             "prompt_ids": [sample.prompt_ids for sample in samples],
             "completion_ids": [sample.completion_ids for sample in samples],
             "trainer_state": SimpleNamespace(global_step=max(sample.version for sample in samples)),
             "log_metric": log.metric,
             "log_extra": log.extra,
         }
-        return columns | {name: values for name, values in own.items() if accepts is None or name in accepts}
+        return columns | {name: values for name, values in own.items() if self.accepts is None or name in self.accepts}
 
     def _score(self, sample: RewardInput, value: Any, seconds: float) -> TermResult:
-        if self.teacher:
+        if self.traits.teacher:
             return _taught(value, sample, seconds)
         # verl's functions may return a dict of what else they found.
         if self.form == "verl" and isinstance(value, dict) and "score" in value:
@@ -251,16 +250,17 @@ def _failed(error: Exception, started: float) -> TermResult:
 
 
 def _result(value: Any, seconds: float, logged: dict[str, float] | None = None) -> TermResult:
-    if type(value) is not float:
-        if not isinstance(value, numbers.Real):
-            reason = f"returned {_type_name(value)}, must be a float"
-            return TermResult(status="error", reason=reason, seconds=seconds)
+    reason = ""
+    if not isinstance(value, numbers.Real):
+        reason = f"returned {_type_name(value)}, must be a float"
+    else:
         try:
             value = float(value)
+            reason = "" if is_reward(value) else f"returned {value}, must be {REWARD_RANGE}"
         except OverflowError:
-            return TermResult(status="error", reason="returned a number too large for a float", seconds=seconds)
-    if not is_reward(value):
-        return TermResult(status="error", reason=f"returned {value}, must be {REWARD_RANGE}", seconds=seconds)
+            reason = "returned a number too large for a float"
+    if reason:
+        return TermResult(status="error", reason=reason, seconds=seconds)
     return TermResult(value=value, seconds=seconds, logged=logged or {})
 
 
@@ -290,12 +290,14 @@ def _resolve_one(term: RewardTerm, label: str, base: Path) -> Term:
         raise ConfigError(f"{where} must be a function, is {type(function).__name__}")
     if inspect.isclass(function) and hasattr(function, "get_reward"):
         function = from_class(function, term.args)
-    shared = [getattr(function, name, None) if getattr(term, name) is None else getattr(term, name) for name in SHARED]
+    traits = Traits.of(function, term)
     try:
-        form = find_form(function, any(value is not None for value in shared))
+        form = find_form(function, any(said is not None for said in (traits.batch, traits.wait_ms, traits.chat)))
     except ValueError as error:
         raise ConfigError(f"{where}: {error}") from None
-    named, takes_any = named_parameters(function)
+    parameters = inspect.signature(function).parameters
+    named = [name for name, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     builtin = term.name in REWARDS.names
     given = {*OWN[form], *FIELDS, "answer", "reasoning_gym"}
     allowed = [name for name in named if name not in given] if builtin else named
@@ -305,73 +307,52 @@ def _resolve_one(term: RewardTerm, label: str, base: Path) -> Term:
             close = difflib.get_close_matches(name, allowed, n=1)
             hint = f", did you mean {close[0]!r}?" if close else f": one of {', '.join(allowed) or 'none'}"
             raise ConfigError(f"{where}: unknown argument {name!r}{hint}")
-    defaults = {name: parameter.default for name, parameter in inspect.signature(function).parameters.items()}
-    required = [name for name in allowed if builtin and defaults[name] is inspect.Parameter.empty]
+    required = [name for name in allowed if builtin and parameters[name].default is inspect.Parameter.empty]
     args = convert_arguments(where, function, term.args, {*required, *(name for name in term.args if name in named)})
-    _check_args(function, args, where)
-    needs = getattr(function, "needs", None)
-    if needs is not None and importlib.util.find_spec(needs[0]) is None:
-        raise ConfigError(f"{where} needs the package {needs[0]}: pip install 'tidemill[{needs[1]}]'")
-    inline = getattr(function, "inline", False)
-    if callable(inline):
-        inline = inline(**args)
-    concurrency, batch, wait_ms = _sharing(term, function, form, where)
-    secrets = getattr(function, "secrets", None)
-    hidden = {*FIELDS} if builtin else set()
+    if traits.check is not None:
+        try:
+            inspect.signature(traits.check).bind(**args)
+            traits.check(**args)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"{where}: {error}") from error
+    if traits.needs is not None and importlib.util.find_spec(traits.needs[0]) is None:
+        raise ConfigError(f"{where} needs the package {traits.needs[0]}: pip install 'tidemill[{traits.needs[1]}]'")
+    inline = traits.inline(**args) if callable(traits.inline) else traits.inline
+    _check_sharing(term, traits, function, form, where)
     return Term(
         label=label,
         weight=term.weight,
         function=function,
         args=args,
-        accepts=None if takes_any else frozenset(named) - hidden,
+        accepts=None if takes_any else frozenset(named) - (FIELDS if builtin else set()),
         inline=bool(inline) and not inspect.iscoroutinefunction(function),
-        fields=FIELDS & frozenset(named),
-        settings=frozenset(getattr(function, "settings", ())),
+        traits=traits,
+        named=frozenset(named) - (set(OWN[form]) if form == "positional" else set()),
+        settings=frozenset(allowed if traits.settings is True else traits.settings),
         form=form,
-        concurrency=concurrency,
-        batch=batch,
-        wait_s=wait_ms / 1000,
+        batch=(traits.batch or BATCH) if form == "lists" else 0,
+        wait_s=(WAIT_MS if traits.wait_ms is None else traits.wait_ms) / 1000,
         chat=False if term.chat is None and takes_text(function) else term.chat,
-        own=frozenset(() if form == "positional" else OWN[form]) & frozenset(named),
-        secrets=tuple(secrets(**args)) if secrets is not None else (),
+        secrets=tuple(traits.secrets(**args)) if traits.secrets is not None else (),
         datasets=None if term.datasets is None else frozenset(term.datasets),
-        teacher=getattr(function, "teacher", False) is True,
-        trains_only=any(getattr(function, name, False) is True for name in ("teacher", "trains_only")),
     )
 
 
-def _sharing(term: RewardTerm, function: Callable[..., Any], form: Form, where: str) -> tuple[int, int, float]:
-    """Return concurrency, batch and wait_ms of a term: from the settings, else from the function."""
-    said = {
-        name: getattr(function, name, None) if getattr(term, name) is None else getattr(term, name)
-        for name in ("concurrency", "batch", "wait_ms")
-    }
-    for name, value in said.items():
+def _check_sharing(term: RewardTerm, traits: Traits, function: Callable[..., Any], form: Form, where: str) -> None:
+    """Raise ConfigError unless concurrency, batch, wait_ms and chat have sense, and fit the function."""
+    for name, value in (("concurrency", traits.concurrency), ("batch", traits.batch), ("wait_ms", traits.wait_ms)):
         least, kinds = (0, (int, float)) if name == "wait_ms" else (1, int)
         if value is not None and (isinstance(value, bool) or not isinstance(value, kinds) or value < least):
             raise ConfigError(f"{where}: its attribute {name} is {value!r}, must be a number of {least} or more")
     if form == "lists":
-        if said["concurrency"] is not None:
+        if traits.concurrency is not None:
             raise ConfigError(f"{where}: concurrency is for functions of one sample; one of lists has batch")
-        wait_ms = WAIT_MS if said["wait_ms"] is None else said["wait_ms"]
-        return 0, said["batch"] or BATCH, wait_ms
-    for name, value in (("batch", said["batch"]), ("wait_ms", said["wait_ms"]), ("chat", term.chat)):
+        return
+    for name, value in (("batch", traits.batch), ("wait_ms", traits.wait_ms), ("chat", term.chat)):
         if value is not None:
             raise ConfigError(f"{where}: {name} is for functions of lists, (prompts, completions, **columns)")
-    if said["concurrency"] is not None and not inspect.iscoroutinefunction(function):
+    if traits.concurrency is not None and not inspect.iscoroutinefunction(function):
         raise ConfigError(f"{where}: concurrency needs an async function; of a plain one, reward.workers run at once")
-    return said["concurrency"] or 0, 0, 0.0
-
-
-def _check_args(function: Callable[..., Any], args: dict[str, Any], where: str) -> None:
-    check = getattr(function, "check", None)
-    if check is None:
-        return
-    try:
-        inspect.signature(check).bind(**args)
-        check(**args)
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"{where}: {error}") from error
 
 
 def _type_name(value: Any) -> str:

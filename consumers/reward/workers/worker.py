@@ -31,21 +31,20 @@ ALIVE_S = 1.0
 
 
 class WorkerSetup(msgspec.Struct):
-    """First message to a worker. search: the service's module search path. serves: the terms that it calls, by index.
+    """First message to a worker. terms: those that it calls, by index. search: the service's module search path.
 
     timeout_s: deadline of a call; a worker with many calls in flight keeps it by itself.
     """
 
-    terms: list[dict[str, Any]]
+    terms: dict[int, dict[str, Any]]
     base: str
     search: list[str]
-    serves: list[int]
     timeout_s: float
 
     @classmethod
     def of(cls, terms: Sequence[RewardTerm], base: Path, serves: Sequence[int], timeout_s: float) -> Self:
         """Return the set-up of a worker of this process."""
-        return cls([term.model_dump() for term in terms], str(base.resolve()), list(sys.path), list(serves), timeout_s)
+        return cls({i: terms[i].model_dump() for i in serves}, str(base.resolve()), list(sys.path), timeout_s)
 
 
 class WorkerReady(msgspec.Struct):
@@ -74,10 +73,8 @@ _CALL = msgspec.msgpack.Decoder(WorkerCall)
 
 def main() -> int:
     """Serve calls until stdin ends."""
-    connection = socket.socket(fileno=os.dup(0))
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nothing, 0)
-    channel = WorkerChannel(connection)
+    channel = WorkerChannel(socket.socket(fileno=os.dup(0)))
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     setup = channel.receive(msgspec.msgpack.Decoder(WorkerSetup))
     if setup is None:
         return 0
@@ -88,7 +85,7 @@ def main() -> int:
         return 2
     channel.send(WorkerReady())
     (first, *others) = terms.values()
-    if not others and first.concurrency:
+    if not others and first.traits.concurrency:
         asyncio.run(_serve_many(channel, first, setup.timeout_s))
     else:
         _serve(channel, terms, batch=0 if others else first.batch, wait_s=first.wait_s, timeout_s=setup.timeout_s)
@@ -170,16 +167,15 @@ async def _timed(term: Term, sample: RewardInput, timeout_s: float) -> TermResul
 def _prepare(setup: WorkerSetup) -> dict[int, Term]:
     sys.path[:] = setup.search
     terms: dict[int, Term] = {}
-    for index in setup.serves:
-        (terms[index],) = resolve([RewardTerm.model_validate(setup.terms[index])], Path(setup.base))
-        needs = getattr(terms[index].function, "needs", None)
-        if needs is not None:
+    for index, term in setup.terms.items():
+        (terms[index],) = resolve([RewardTerm.model_validate(term)], Path(setup.base))
+        traits = terms[index].traits
+        if traits.needs is not None:
             # Imported now, so that no call is charged for it.
-            importlib.import_module(needs[0])
-        prepare = getattr(terms[index].function, "prepare", None)
-        if prepare is not None:
+            importlib.import_module(traits.needs[0])
+        if traits.prepare is not None:
             try:
-                prepare(**terms[index].args)
+                traits.prepare(**terms[index].args)
             except Exception as error:
                 raise ConfigError(f"reward {terms[index].label!r}: {describe_error(error)}") from error
     return terms
