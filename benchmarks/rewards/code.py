@@ -8,7 +8,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 from benchmarks.harness.report import ResultRow, Table
-from consumers.reward.rewards.functions import code
+from consumers.reward.rewards.programs.score import code
 from schemas.system.sandbox.jail import SANDBOXES, why_not
 
 CASES = 3

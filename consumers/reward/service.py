@@ -18,7 +18,7 @@ from broker.heartbeat import HeartbeatThread, check_name
 from broker.queues.consumer_group import Delivery
 from broker.queues.scores import ScoreQueue
 from consumers.reward.scorer import Scorer
-from schemas.config import RewardTerm, TidemillConfig
+from schemas.config import TidemillConfig
 from schemas.errors import TidemillError
 from schemas.messages import Score, Trajectory
 from schemas.run_record import JoinedRun
@@ -50,8 +50,9 @@ def run_reward(config: TidemillConfig, name: str) -> None:
         scorer = Scorer(config.reward, config.base, config.trace is not None)
         held_out = _eval_scorers(config)
     joined = JoinedRun(config.folder)
+    queue = broker.score_queue(name)
     service = RewardService(
-        broker.score_queue(name),
+        queue,
         scorer,
         held_out,
         lease_s=2 * config.reward.timeout_s + 10,
@@ -60,7 +61,7 @@ def run_reward(config: TidemillConfig, name: str) -> None:
     )
     renew_s = config.reward.timeout_s / 2
     heartbeat = HeartbeatThread(
-        broker, name, "reward", service.describe, service.renew, renew_s, probes=config.probes, sole=True
+        broker, name, "reward", service.describe, queue.renew_leases, renew_s, probes=config.probes, sole=True
     )
     with stop.ending_within(SILENT_S, broker.connection.silent_s), heartbeat:
         asyncio.run(service.run(stop))
@@ -69,17 +70,13 @@ def run_reward(config: TidemillConfig, name: str) -> None:
 def _eval_scorers(config: TidemillConfig) -> dict[str, Scorer]:
     """Make scorers of held-out samples by dataset, if they have their own terms; equal terms share one."""
     found: dict[str, Scorer] = {}
-    made: list[tuple[list[RewardTerm], Scorer]] = []
+    made: dict[str, Scorer] = {}
     for dataset in config.eval.dataset if config.eval else []:
-        terms = config.eval.terms_of(dataset) if config.eval else None
-        if not terms:
-            continue
-        same = next((scorer for known, scorer in made if known == terms), None)
-        if same is None:
-            reward = config.reward.model_copy(update={"terms": terms})
-            same = Scorer(reward, config.base, config.trace is not None)
-            made.append((terms, same))
-        found[dataset.label] = same
+        if config.eval and (terms := config.eval.terms_of(dataset)):
+            if repr(terms) not in made:
+                reward = config.reward.model_copy(update={"terms": terms})
+                made[repr(terms)] = Scorer(reward, config.base, config.trace is not None)
+            found[dataset.label] = made[repr(terms)]
     return found
 
 
@@ -95,10 +92,8 @@ class RewardService:
         check: Callable[[], None] = lambda: None,
         keep: Callable[[Sequence[tuple[Trajectory, Score]]], None] = lambda scored: None,
     ) -> None:
-        """held_out: scorers of evaluations by dataset, ``scorer`` by default.
-
-        check: raises the error of JoinedRun once the trajectories belong to another run. keep: stores samples of
-        evaluations for the dashboard.
+        """held_out: scorers of evaluations by dataset, ``scorer`` by default. check: raises the error of JoinedRun once
+        the trajectories belong to another run. keep: stores samples of evaluations for the dashboard.
         """
         self._queue = queue
         self._check = check
@@ -113,10 +108,6 @@ class RewardService:
 
     def describe(self) -> tuple[str, int, dict[str, float]]:
         return "running", -1, {name: float(count) for name, count in self._counts.items()}
-
-    def renew(self) -> None:
-        """Renew the leases of the trajectories that are being scored."""
-        self._queue.renew_leases()
 
     async def run(self, stop: StopFlag) -> None:
         """Score until ``stop`` is set; then give back what has not begun, and score the rest."""
@@ -182,18 +173,15 @@ class RewardService:
         for delivery, score in results:
             if self._scorer_of(delivery.message).capacity:
                 self._sample_s += RECENT * (score.seconds - self._sample_s)
-        self._keep_evaluated(results)
+        evaluated = [(delivery.message, score) for delivery, score in results if delivery.message.kind == "eval"]
+        try:
+            # Before they count; if the broker has no space for these samples, they are dropped.
+            self._keep(evaluated)
+        except (TidemillError, redis.RedisError) as error:
+            log.warning("samples of an evaluation are not kept", count=len(evaluated), error=str(error))
         self._queue.publish(results)
         failed = [score for _, score in results if score.status != "ok"]
         if failed:
             log.warning("samples without a reward", count=len(failed), reason=failed[0].reason)
         for _, score in results:
             self._counts[score.status] += 1
-
-    def _keep_evaluated(self, results: Sequence[tuple[Delivery[Trajectory], Score]]) -> None:
-        """Keep samples of evaluations for the dashboard, before they count; if the broker has no space, drop them."""
-        scored = [(delivery.message, score) for delivery, score in results if delivery.message.kind == "eval"]
-        try:
-            self._keep(scored)
-        except (TidemillError, redis.RedisError) as error:
-            log.warning("samples of an evaluation are not kept", count=len(scored), error=str(error))

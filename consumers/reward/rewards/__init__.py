@@ -6,7 +6,7 @@ REWARDS = Registry(
     "reward",
     {
         "clevr": "consumers.reward.rewards.vision:clevr",
-        "code": "consumers.reward.rewards.functions:code",
+        "code": "consumers.reward.rewards.programs.score:code",
         "episode": "consumers.reward.rewards.functions:episode",
         "exact": "consumers.reward.rewards.functions:exact",
         "format": "consumers.reward.rewards.functions:format",

@@ -30,11 +30,6 @@ class CallClock:
             self._since = time.monotonic()
 
 
-CLOCK: ContextVar[CallClock] = ContextVar("clock")
-"""The clock of the running call."""
-
-
-def call_clock() -> CallClock:
-    """Return the clock of the running call, or one that never ends."""
-    found = CLOCK.get(None)
-    return CallClock(float("inf")) if found is None else found
+_ENDLESS = CallClock(float("inf"))
+CLOCK: ContextVar[CallClock] = ContextVar("clock", default=_ENDLESS)
+"""The clock of the running call; outside of calls, one that never ends."""

@@ -1,4 +1,4 @@
-"""The built-in reward functions of texts and programs, each with the signature that users' own have.
+"""The built-in reward functions of texts, each with the signature that users' own have.
 
 Each names what it needs of one sample: ``prompt`` and ``completion``, ``prompt_ids`` and ``completion_ids``, and fields
 of the task's data. Wrong reference data raises ValueError: such a sample is excluded. A wrong completion is an ordinary
@@ -12,7 +12,6 @@ from pydantic import Field
 
 from consumers.reward.rewards import grading
 from consumers.reward.rewards.grading import final_number, gold_number
-from consumers.reward.rewards.programs import score as programs
 from consumers.reward.rewards.terms import Positive, reward
 
 
@@ -24,41 +23,13 @@ def episode(completion: str, *, reward: float | None) -> float:
     return reward
 
 
-@reward(inline=True, settings=("field",), trains_only=True)
+@reward(inline=True, settings=True, trains_only=True)
 def supervised(completion: str, *, field: Annotated[str, Field(min_length=1)] = "answer") -> float:
     """Return 0: the sample is an answer of the dataset, which the trainer learns by cross-entropy.
 
     field: of the row; its text is the answer, from which the generator has made the sample.
     """
     return 0.0
-
-
-_CODE_SETTINGS = ("sandbox", "timeout_s", "memory_mb", "processes", "partial", "python", "command")
-
-
-@reward(check=programs.check_settings, settings=_CODE_SETTINGS)
-def code(
-    completion: str,
-    *,
-    sandbox: str = "auto",
-    timeout_s: Annotated[float, Field(gt=0)] = 5.0,
-    memory_mb: Positive = 512,
-    processes: Positive = 16,
-    partial: bool = True,
-    python: str | None = None,
-    command: list[str] | None = None,
-    **data: Any,
-) -> float:
-    """Return the share of the task's cases that the program in the completion passes, each run in a sandbox.
-
-    The program is the last fenced block, or all of the completion. ``cases`` are ``{stdin, stdout}``,
-    ``{call, equals}`` or ``{test}``; ``tests`` are texts of assertions, and ``setup`` is run before. ``timeout_s``:
-    seconds of computing of a case, and half of those that it may take, which are a third of reward.timeout_s at most;
-    after two that took longer the rest has failed.
-    Without ``partial``: 1 if all pass. A sandbox that can't be started excludes the sample.
-    """
-    settings = programs.CodeSettings(sandbox, timeout_s, memory_mb, processes, partial, python, command)
-    return programs.score(completion, data, settings)
 
 
 @reward(inline=True)

@@ -10,6 +10,7 @@ Its own time limits turn a slow comparison into "wrong"; they are off, the worke
 import logging
 import re
 import string
+from collections import deque
 from collections.abc import Sequence
 from decimal import Decimal
 from functools import lru_cache
@@ -37,18 +38,12 @@ def gold_number(answer: Any) -> Decimal:
 
 def final_number(text: str, *, last_number: bool = False) -> Decimal | None:
     """The number after the last ``####``, else in the last ``\\boxed{}``, else perhaps the last one; None if none."""
-    _, marker, tail = text.rpartition("####")
-    if marker:
-        return _leading(tail)
-    _, marker, tail = text.rpartition("\\boxed{")
-    if marker:
-        return _leading(tail)
-    if last_number:
-        last = None
-        for match in _NUMBER.finditer(text):
-            last = match
-        return None if last is None else _decimal(last)
-    return None
+    for marker in ("####", "\\boxed{"):
+        _, found, tail = text.rpartition(marker)
+        if found:
+            return _leading(tail)
+    last = deque(_NUMBER.finditer(text) if last_number else (), maxlen=1)
+    return _decimal(last[0]) if last else None
 
 
 def _leading(text: str) -> Decimal | None:

@@ -8,16 +8,17 @@ the call that was refused, and of no other.
 
 import asyncio
 import email.utils
-import json
 import os
 import random
 import time
 import weakref
+from functools import partial
 from typing import Any
 
 import httpx
 
-from consumers.reward.rewards.clock import CallClock, call_clock
+from consumers.reward.rewards.clock import CLOCK
+from consumers.reward.rewards.terms import reward
 
 REFUSED = frozenset({429, 503})
 """Answers of a server that has not begun with the request."""
@@ -39,8 +40,6 @@ class Pace:
 
     async def turn(self) -> None:
         """Wait for the next turn."""
-        if not self._gap_s:
-            return
         now = time.monotonic()
         at = max(now, self._next)
         self._next = at + self._gap_s
@@ -56,10 +55,13 @@ async def post_json(
     ValueError for an answer that is an error or no JSON, TimeoutError when waiting is of no use, OSError when the
     connection is lost.
     """
-    clock, waited = call_clock(), _FIRST_WAIT_S
+    clock, waited = CLOCK.get(), _FIRST_WAIT_S
     while True:
+        if (left := clock.left()) <= 0:
+            raise TimeoutError("its deadline has passed")
+        limit_s = None if left == float("inf") else left
         try:
-            response = await _client().post(url, json=body, headers=headers, timeout=_limit(clock))
+            response = await _client().post(url, json=body, headers=headers, timeout=limit_s)
         except (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout) as error:
             reason, asked = f"{url} cannot be reached: {error or type(error).__name__}", 0.0
         except httpx.TransportError as error:
@@ -68,7 +70,10 @@ async def post_json(
                 raise OSError(reason) from None
         else:
             if response.is_success:
-                return _parsed(response)
+                try:
+                    return response.json()
+                except ValueError:
+                    raise ValueError(f"{response.url} answers what is no JSON: {response.text[:80]!r}") from None
             reason = f"{url} answers {response.status_code}: {response.text[:200]!r}"
             if response.status_code not in (REFUSED | DOUBTFUL if repeatable else REFUSED):
                 raise ValueError(reason)
@@ -92,9 +97,13 @@ def key_headers(api_key_env: str | None) -> dict[str, str]:
     return {"Authorization": f"Bearer {key}"}
 
 
-def key_variables(api_key_env: str | None = None, **_: Any) -> list[str]:
-    """Return the names of the environment variables that hold the key of a server."""
-    return [api_key_env] if api_key_env else []
+server = partial(
+    reward,
+    needs=("httpx", "reward"),
+    settings=True,
+    secrets=lambda api_key_env=None, **_: [api_key_env] if api_key_env else [],
+)
+"""Declares a reward function that asks a server, whose key is in the variable that ``api_key_env`` names."""
 
 
 def check_url(name: str, url: Any) -> None:
@@ -110,20 +119,6 @@ def _client() -> httpx.AsyncClient:
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=_IDLE_S)
         _clients[loop] = httpx.AsyncClient(limits=limits)
     return _clients[loop]
-
-
-def _limit(clock: CallClock) -> float | None:
-    left = clock.left()
-    if left <= 0:
-        raise TimeoutError("its deadline has passed")
-    return None if left == float("inf") else left
-
-
-def _parsed(response: httpx.Response) -> Any:
-    try:
-        return json.loads(response.content)
-    except ValueError:
-        raise ValueError(f"{response.url} answers what is no JSON: {response.text[:80]!r}") from None
 
 
 def _retry_after_s(response: httpx.Response) -> float:

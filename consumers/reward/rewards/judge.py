@@ -16,9 +16,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from consumers.reward.rewards.clock import call_clock
-from consumers.reward.rewards.http import Pace, check_url, key_headers, key_variables, post_json
-from consumers.reward.rewards.terms import Positive, reward
+from consumers.reward.rewards.clock import CLOCK
+from consumers.reward.rewards.http import Pace, check_url, key_headers, post_json, server
+from consumers.reward.rewards.terms import Positive
 from consumers.reward.rewards.verdicts import check_parse, combine, read_verdict
 
 _FIELD = re.compile(r"\{([A-Za-z_][A-Za-z0-9_]*)\}")
@@ -46,16 +46,7 @@ def _check(
         raise ValueError("request must be settings such as {temperature: 0}, without model, messages, stream and n")
 
 
-@reward(
-    needs=("httpx", "reward"),
-    check=_check,
-    concurrency=16,
-    settings=(
-        "base_url", "model", "template", "parse", "system", "api_key_env", "requests_per_minute", "samples", "combine",
-        "cache", "request",
-    ),
-    secrets=key_variables,
-)  # fmt: skip
+@server(check=_check, concurrency=16)
 async def judge(
     prompt: str,
     completion: str,
@@ -109,7 +100,7 @@ class Judge:
         if samples == 1:
             return await self._ask(body, parse, 0)
         tasks = [asyncio.create_task(self._ask(body, parse, number)) for number in range(samples)]
-        clock, pending = call_clock(), set(tasks)
+        clock, pending = CLOCK.get(), set(tasks)
         try:
             while pending and (left := clock.left() - _END_S) > 0:
                 _, pending = await asyncio.wait(pending, timeout=None if left == float("inf") else left)
@@ -129,26 +120,22 @@ class Judge:
         if not self._size:
             return await self._request(body, parse)
         lock = self._asking.setdefault(digest, asyncio.Lock())
+        with CLOCK.get().stopped():
+            await lock.acquire()
         try:
-            with call_clock().stopped():
-                await lock.acquire()
-            try:
-                if digest in self._cache:
-                    self._cache.move_to_end(digest)
-                    return self._cache[digest]
-                value = await self._request(body, parse)
-                self._cache[digest] = value
-                if len(self._cache) > self._size:
-                    self._cache.popitem(last=False)
-                return value
-            finally:
-                lock.release()
+            if digest in self._cache:
+                self._cache.move_to_end(digest)
+                return self._cache[digest]
+            value = self._cache[digest] = await self._request(body, parse)
+            if len(self._cache) > self._size:
+                self._cache.popitem(last=False)
+            return value
         finally:
-            if not lock.locked():
-                self._asking.pop(digest, None)
+            lock.release()
+            self._asking.pop(digest, None)
 
     async def _request(self, body: dict[str, Any], parse: dict[str, Any]) -> float:
-        with call_clock().stopped():
+        with CLOCK.get().stopped():
             await self._pace.turn()
         whole = {"model": self._model, **body}
         answer = await post_json(self._url, whole, self._headers, repeatable=True, pace=self._pace)

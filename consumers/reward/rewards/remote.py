@@ -6,17 +6,10 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from consumers.reward.rewards.http import check_url, key_headers, key_variables, post_json
-from consumers.reward.rewards.terms import reward
+from consumers.reward.rewards.http import check_url, key_headers, post_json, server
 
 
-@reward(
-    needs=("httpx", "reward"),
-    check=lambda url, **_: check_url("url", url),
-    concurrency=16,
-    settings=("url", "api_key_env", "idempotent", "ids"),
-    secrets=key_variables,
-)
+@server(check=lambda url, **_: check_url("url", url), concurrency=16)
 async def remote(
     prompt: str,
     completion: str,
@@ -60,13 +53,7 @@ async def remote(
     return float(value)
 
 
-@reward(
-    needs=("httpx", "reward"),
-    check=lambda base_url, **_: check_url("base_url", base_url),
-    concurrency=64,
-    settings=("base_url", "model", "api_key_env", "eos_id"),
-    secrets=key_variables,
-)
+@server(check=lambda base_url, **_: check_url("base_url", base_url), concurrency=64)
 async def reward_model_server(
     completion: str,
     *,

@@ -26,7 +26,7 @@ def load(path: str) -> tuple[Any, Any]:
     return model.eval(), tokenizer
 
 
-@reward(needs=("torch", "train"), settings=("path", "batch_tokens"), prepare=lambda path, **_: load(path))
+@reward(needs=("torch", "train"), settings=True, prepare=lambda path, **_: load(path))
 def reward_model(
     prompts: list[str],
     completions: list[str],
@@ -83,12 +83,11 @@ def batches(lengths: Sequence[int], batch_tokens: int) -> Iterator[list[int]]:
 def _forward(model: Any, rows: Sequence[list[int]]) -> list[float]:
     import torch
 
-    filler = model.config.get_text_config().pad_token_id
-    width = max(len(row) for row in rows)
-    tokens = torch.tensor([[*row, *[filler] * (width - len(row))] for row in rows])
-    attention = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in rows])
+    from consumers.offline.encoding import pad
+
+    tokens, own = pad(rows, model.config.get_text_config().pad_token_id)
     with torch.no_grad():
-        logits = model(input_ids=tokens, attention_mask=attention).logits[:, 0]
+        logits = model(input_ids=tokens, attention_mask=own.long()).logits[:, 0]
     return [float(score) for score in logits]
 
 

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from consumers.reward.rewards.http import check_url, key_headers, key_variables, post_json
+from consumers.reward.rewards.http import check_url, key_headers, post_json, server
 from consumers.reward.rewards.reward_model import batches, same_tokenizer
 from consumers.reward.rewards.terms import Positive, reward
 from schemas.codec import Array
@@ -31,7 +31,7 @@ def _load(path: str, dtype: str, device: str) -> tuple[Any, Any]:
 
 @reward(
     needs=("torch", "train"),
-    settings=("model", "batch_tokens", "dtype", "device"),
+    settings=True,
     prepare=lambda model, dtype="float32", device="cpu", **_: _load(model, dtype, device),
     teacher=True,
 )
@@ -62,7 +62,7 @@ def teacher(
         if ids.max(initial=0) >= size or not same_tokenizer(tokenizer, *texts):
             raise ValueError(f"the teacher {model} has another tokenizer than the policy, whose token ids it is given")
         found.append(np.zeros(len(ids), dtype=np.float32))
-        rows += [(number, row, ids[row.places]) for row in rows_of(segments[number], len(ids))]
+        rows += [(number, row, ids[row.places].tolist()) for row in rows_of(segments[number], len(ids))]
     for some in batches([len(ids) for _, _, ids in rows], batch_tokens):
         temperatures = [sampling_temperature[rows[r][0]] for r in some]
         for r, values in zip(some, _forward(causal_lm, [rows[r][2] for r in some], temperatures), strict=True):
@@ -71,23 +71,21 @@ def teacher(
     return found
 
 
-def _forward(causal_lm: Any, rows: Sequence[npt.NDArray[np.int64]], temperatures: Sequence[float]) -> Any:
+def _forward(causal_lm: Any, rows: Sequence[list[int]], temperatures: Sequence[float]) -> Any:
     """Return the log-probability of each token of each row; that of the first is 0."""
     import torch
 
-    width, device = max(len(row) for row in rows), causal_lm.device
-    tokens = torch.zeros(len(rows), width, dtype=torch.long)
-    for place, row in enumerate(rows):
-        tokens[place, : len(row)] = torch.from_numpy(row)
-    read = torch.arange(width) < torch.tensor([len(row) for row in rows])[:, None]
+    from consumers.offline.encoding import pad
+
+    device = causal_lm.device
+    tokens, own = (each.to(device) for each in pad(rows, 0))
     divisors = torch.tensor([temperature or 1.0 for temperature in temperatures], device=device)[:, None]
-    tokens = tokens.to(device)
     with torch.no_grad():
-        logits = causal_lm(input_ids=tokens, attention_mask=read.to(device), use_cache=False).logits[:, :-1].float()
+        logits = causal_lm(input_ids=tokens, attention_mask=own, use_cache=False).logits[:, :-1].float()
         logits /= divisors[:, :, None]
         chosen = logits.gather(-1, tokens[:, 1:, None])[..., 0] - logits.logsumexp(-1)
     values = torch.nn.functional.pad(chosen, (1, 0)).clamp(max=0.0).cpu().numpy()
-    return [own[: len(row)] for own, row in zip(values, rows, strict=True)]
+    return [found[: len(row)] for found, row in zip(values, rows, strict=True)]
 
 
 def _check_self(system: str | None = None, template: str | None = None) -> None:
@@ -95,7 +93,7 @@ def _check_self(system: str | None = None, template: str | None = None) -> None:
         raise ValueError("it needs system or template: without them the policy would be its own teacher unchanged")
 
 
-@reward(inline=True, check=_check_self, settings=("system", "template"), teacher=True)
+@reward(inline=True, check=_check_self, settings=True, teacher=True)
 def teacher_self(
     completion: str,
     *,
@@ -113,14 +111,7 @@ def teacher_self(
     return self_logprobs.numpy()
 
 
-@reward(
-    needs=("httpx", "reward"),
-    check=lambda base_url, **_: check_url("base_url", base_url),
-    concurrency=64,
-    settings=("base_url", "model", "api_key_env"),
-    secrets=key_variables,
-    teacher=True,
-)
+@server(check=lambda base_url, **_: check_url("base_url", base_url), concurrency=64, teacher=True)
 async def teacher_server(
     prompt_ids: list[int],
     completion_ids: list[int],

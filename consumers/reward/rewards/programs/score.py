@@ -9,14 +9,17 @@ import math
 import re
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from consumers.reward.rewards.clock import call_clock
+from pydantic import Field
+
+from consumers.reward.rewards.clock import CLOCK
 from consumers.reward.rewards.programs import harness
+from consumers.reward.rewards.terms import Positive, reward
 from schemas.errors import ConfigError
-from schemas.system.sandbox.jail import choose
+from schemas.system.sandbox.jail import Sandbox, choose
 from schemas.system.sandbox.limits import Interpreter, Limits, Outcome, find_interpreter
 
 _FENCE = re.compile(r"^[ \t]*```[ \t]*([\w+#.-]*)[^\n]*\n(.*?)(?:^[ \t]*```[ \t]*$|\Z)", re.MULTILINE | re.DOTALL)
@@ -31,22 +34,7 @@ _MOST = 0.85
 _HARNESS = Path(harness.__file__).read_bytes()
 
 
-@dataclass(frozen=True)
-class CodeSettings:
-    """Settings for running programs. command: runs a file ``{file}``; None: Python."""
-
-    sandbox: str
-    timeout_s: float
-    memory_mb: int
-    processes: int
-    partial: bool
-    python: str | None
-    command: Sequence[str] | None
-
-
-def check_settings(
-    sandbox: str = "auto", python: str | None = None, command: Sequence[str] | None = None, **_: Any
-) -> None:
+def _check(sandbox: str = "auto", python: str | None = None, command: Sequence[str] | None = None, **_: Any) -> None:
     """Raise ValueError for a command without ``{file}``, or a sandbox or interpreter that does not work here."""
     if command is not None and "{file}" not in command:
         raise ValueError(f"command {command!r} must be a list that has {{file}}, such as [/usr/bin/node, '{{file}}']")
@@ -57,19 +45,37 @@ def check_settings(
         raise ValueError(str(error)) from error
 
 
-def score(completion: str, row: dict[str, Any], settings: CodeSettings) -> float:
-    """Return the share of the row's cases that the completion's program passes, or 1 for all and else 0.
+@reward(check=_check, settings=True)
+def code(
+    completion: str,
+    *,
+    sandbox: str = "auto",
+    timeout_s: Annotated[float, Field(gt=0)] = 5.0,
+    memory_mb: Positive = 512,
+    processes: Positive = 16,
+    partial: bool = True,
+    python: str | None = None,
+    command: list[str] | None = None,
+    **data: Any,
+) -> float:
+    """Return the share of the task's cases that the program in the completion passes, each run in a sandbox.
 
-    ValueError if the row has no cases. InfraError if the sandbox could not run it: that is no 0.
+    The program is the last fenced block, or all of the completion. ``cases`` are ``{stdin, stdout}``,
+    ``{call, equals}`` or ``{test}``; ``tests`` are texts of assertions, and ``setup`` is run before. ``timeout_s``:
+    seconds of computing of a case, and half of those that it may take, which are a third of reward.timeout_s at most;
+    after two that took longer the rest has failed.
+    Without ``partial``: 1 if all pass. A sandbox that can't be started excludes the sample.
     """
-    cases = read_cases(row)
+    cases = read_cases(data)
     program = extract(completion)
     if not program.strip():
         return 0.0
-    runner = _Runner(settings, str(row.get("prefix") or "") + program, str(row.get("setup") or ""))
+    limits = Limits(0.0, timeout_s, memory_mb, _OUTPUT_BYTES, processes)
+    program, setup = str(data.get("prefix") or "") + program, str(data.get("setup") or "")
+    runner = _Runner(choose(sandbox), find_interpreter(python), limits, command, partial, program, setup)
     printing = [case for case in cases if "stdin" in case]
     share = (runner.printing(printing) + runner.evaluated([case for case in cases if "stdin" not in case])) / len(cases)
-    return share if settings.partial else float(share == 1.0)
+    return share if partial else float(share == 1.0)
 
 
 def extract(completion: str) -> str:
@@ -96,53 +102,49 @@ def read_cases(row: dict[str, Any]) -> list[dict[str, Any]]:
         entry = row.get("entry_point")
         # HumanEval's: a function that gets the one to be tested.
         cases.append({"test": f"{test}\ncheck({entry})" if entry and "def check(" in test else str(test)})
-    cases += _input_output(row.get("input_output"))
+    if given := row.get("input_output"):
+        given = json.loads(given) if isinstance(given, str) else given
+        for told, value in zip(given["inputs"], given["outputs"], strict=True):
+            if name := given.get("fn_name"):
+                single = isinstance(value, list) and len(value) == 1
+                cases.append({"call": f"{name}(*{told!r})", "equals": value[0] if single else value})
+            else:
+                cases.append({"stdin": _text(told), "stdout": _text(value)})
     if not cases:
         raise ValueError("the row has no cases, tests or input_output")
     return cases
-
-
-def _input_output(given: Any) -> list[dict[str, Any]]:
-    if not given:
-        return []
-    given = json.loads(given) if isinstance(given, str) else given
-    pairs = zip(given["inputs"], given["outputs"], strict=True)
-    if name := given.get("fn_name"):
-        return [
-            {
-                "call": f"{name}(*{arguments!r})",
-                "equals": value[0] if isinstance(value, list) and len(value) == 1 else value,
-            }
-            for arguments, value in pairs
-        ]
-    return [{"stdin": _text(stdin), "stdout": _text(stdout)} for stdin, stdout in pairs]
 
 
 def _text(lines: Any) -> str:
     return "\n".join(map(str, lines)) if isinstance(lines, list) else str(lines)
 
 
+@dataclass
 class _Runner:
-    """Runs one program on cases."""
+    """Runs one program on cases. command: runs a file ``{file}``; None: Python."""
 
-    def __init__(self, settings: CodeSettings, program: str, setup: str) -> None:
-        self._settings = settings
-        self._sandbox = choose(settings.sandbox)
-        self._python: Interpreter = find_interpreter(settings.python)
-        self._program, self._setup = program, setup
-        self._wall_s = min(2 * settings.timeout_s, _SHARE * call_clock().left())
+    sandbox: Sandbox
+    python: Interpreter
+    limits: Limits
+    command: Sequence[str] | None
+    partial: bool
+    program: str
+    setup: str
+
+    def __post_init__(self) -> None:
+        self.wall_s = min(2 * self.limits.cpu_s, _SHARE * CLOCK.get().left())
         """Seconds that a case may take."""
 
     def printing(self, cases: Sequence[dict[str, Any]]) -> int:
         """Return how many cases of stdin and stdout it passes, each in its own run."""
         passed = late = 0
         for case in cases:
-            outcome = self._run(str(case["stdin"]), {"program.py": _bytes(self._program)}, "{job}/program.py")
+            outcome = self._run(str(case["stdin"]), {"program.py": _bytes(self.program)}, "{job}/program.py")
             done = outcome.end == "exit" and outcome.code == 0
             right = done and _lines(outcome.stdout.decode("utf-8", "replace")) == _lines(str(case["stdout"]))
             passed += right
             late += outcome.end == "time"
-            if late == _LATE or not (right or self._settings.partial):
+            if late == _LATE or not (right or self.partial):
                 break
         return passed
 
@@ -150,14 +152,14 @@ class _Runner:
         """Return how many calls and tests it passes: the program runs once, each case in a copy of its process."""
         if not cases:
             return 0
-        if self._settings.command is not None:
+        if self.command is not None:
             raise ValueError("a row with tests or calls needs Python; command is for cases with stdin and stdout")
         key = secrets.token_hex(16)
         told = {
-            "program": self._program,
-            "setup": self._setup,
+            "program": self.program,
+            "setup": self.setup,
             "cases": [{name: case[name] for name in ("call", "test") if name in case} for case in cases],
-            "wall_s": self._wall_s,
+            "wall_s": self.wall_s,
             "late": _LATE,
         }
         files = {"harness.py": _HARNESS, "case.json": _bytes(json.dumps(told))}
@@ -173,19 +175,13 @@ class _Runner:
             return 0
 
     def _run(self, stdin: str, files: dict[str, bytes], *arguments: str, cases: int = 1) -> Outcome:
-        settings = self._settings
-        command = [*self._python.command, *arguments]
-        if settings.command is not None:
-            command = [part.replace("{file}", arguments[0]) for part in settings.command]
-        limits = Limits(
-            # One more, for the program itself; and a moment is left to answer in.
-            wall_s=min(self._wall_s * (cases if cases == 1 else cases + 1), _MOST * call_clock().left()),
-            cpu_s=settings.timeout_s,
-            memory_mb=settings.memory_mb,
-            output_bytes=_OUTPUT_BYTES,
-            processes=settings.processes,
-        )
-        return self._sandbox.run(command, _bytes(stdin), files, limits, self._python.mounts)
+        command = [*self.python.command, *arguments]
+        if self.command is not None:
+            command = [part.replace("{file}", arguments[0]) for part in self.command]
+        # One more, for the program itself; and a moment is left to answer in.
+        wall_s = min(self.wall_s * (cases if cases == 1 else cases + 1), _MOST * CLOCK.get().left())
+        limits = replace(self.limits, wall_s=wall_s)
+        return self.sandbox.run(command, _bytes(stdin), files, limits, self.python.mounts)
 
 
 def _bytes(text: str) -> bytes:
