@@ -1,7 +1,8 @@
-"""Addresses of servers: for display without users and passwords, and whether only this machine reaches them."""
+"""Addresses of servers: shown without users and passwords, whether only this machine reaches them, listened at."""
 
 import ipaddress
 import re
+import socket
 from urllib.parse import unquote
 
 _OPTION = re.compile(r"([^?&]*)=([^&]*)")
@@ -30,3 +31,16 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
+
+
+def open_listener(host: str, port: int) -> socket.socket:
+    """Return a listening socket; OSError or OverflowError if the address can't be used."""
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+        listener.listen(256)
+    except BaseException:
+        listener.close()
+        raise
+    return listener

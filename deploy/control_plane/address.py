@@ -12,7 +12,7 @@ from schemas.errors import ConfigError
 from schemas.run_folder import ADDRESS, CONTROL_TOKEN, read_object
 from schemas.system.files import atomic_write
 from schemas.system.processes import find_place, find_start
-from schemas.urls import is_loopback
+from schemas.urls import is_loopback, open_listener
 
 TOKEN = "TIDEMILL_CONTROL_TOKEN"
 READ_TOKEN = "TIDEMILL_CONTROL_READ_TOKEN"
@@ -107,15 +107,8 @@ def listen(host: str, port: int, token: str | None) -> socket.socket:
             f" {TOKEN}_FILE or control.token_file, or listen on 127.0.0.1"
         )
     try:
-        return _bind(host, port)
+        return open_listener(host, port)
     except OSError as error:
         if port and is_loopback(host):
-            return _bind(host, 0)
-        reason = str(error.strerror).partition(" (while attempting")[0]
-        raise ConfigError(f"the control plane cannot listen on {host}:{port}: {reason}") from error
-
-
-def _bind(host: str, port: int) -> socket.socket:
-    six = ":" in host
-    family, both = (socket.AF_INET6, socket.has_dualstack_ipv6()) if six else (socket.AF_INET, False)
-    return socket.create_server((host, port), family=family, backlog=256, dualstack_ipv6=both)
+            return open_listener(host, 0)
+        raise ConfigError(f"the control plane cannot listen on {host}:{port}: {error.strerror}") from error

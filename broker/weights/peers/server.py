@@ -16,6 +16,7 @@ from broker.weights.peers.chunk_store import ChunkStore, StoredPayload, bytes_of
 from broker.weights.peers.wire import SILENCE_S, Get, Have, Held, PeerError, Sent, questions, receive, send
 from schemas.digests import CHUNK_BYTES
 from schemas.errors import ConfigError
+from schemas.urls import open_listener
 
 MOST_CONNECTIONS = 128
 """Most connections at once; further ones are closed, and their readers ask another peer."""
@@ -42,14 +43,9 @@ class PeerServer:
         self._streams: set[socket.socket] = set()
         self._stop = threading.Event()
         self.sent_bytes = 0
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._listener = socket.socket(family, socket.SOCK_STREAM)
         try:
-            self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            self._listener.bind((host, port))
-            self._listener.listen(256)
+            self._listener = open_listener(host, port)
         except OSError as error:
-            self._listener.close()
             raise ConfigError(
                 f"trainer.publish.peer.port: weights can't be served at {host}:{port}, 0 takes a free port:"
                 f" {error.strerror}"

@@ -13,6 +13,7 @@ from producers.agents.endpoint.retries import PATIENCE_S
 from producers.agents.protocol import OpenSessions
 from schemas.config.agents import AgentsConfig
 from schemas.errors import ConfigError, InfraError
+from schemas.urls import open_listener
 
 IDLE_S = 3600
 """How long a connection is kept while an agent does other work, so that it never uses one that is being closed."""
@@ -92,17 +93,14 @@ class _UvicornServer(uvicorn.Server):
 def listen(address: str) -> socket.socket:
     """Return a socket bound to HOST:PORT; ConfigError if the address can't be used."""
     host, _, port = address.rpartition(":")
-    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
     try:
         if not host:
             raise ValueError("the host is missing")
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        # Connections inherit it. Otherwise the second of an answer's two writes would wait 40 ms for the first.
-        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        listener.bind((host.strip("[]"), int(port)))
+        listener = open_listener(host.strip("[]"), int(port))
     except (OSError, ValueError, OverflowError) as error:
-        listener.close()
         raise ConfigError(
             f"generator.agents.address {address!r}: must be HOST:PORT of this machine: {error}"
         ) from error
+    # Connections inherit it. Otherwise the second of an answer's two writes would wait 40 ms for the first.
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return listener
