@@ -68,7 +68,7 @@ class SftProgress:
 class SftResult:
     """Held-out greedy accuracy of the written model, and the optimizer steps and seconds that it took.
 
-    reached: whether that is the accuracy asked for. settings: digest of all that decides the outcome.
+    reached: that is the accuracy asked for, else there is no model. settings: digest of all that decides the outcome.
     """
 
     accuracy: float
@@ -127,13 +127,13 @@ def train_sft(
             register_fsdp_forward_method(trained, "choices")
         reported = progress if ranks.is_main else None
         last = _Training(trained, other, settings, limits, ranks, reported).run(own, DTYPES[dtype], seed)
-        reached, digest = last.accuracy >= (settings.stop_accuracy or 0), settings_digest(settings, seed, dtype, base)
-        result = SftResult(last.accuracy, last.step, round(last.seconds, 2), reached, digest)
-        if not reached:
+        if last.accuracy < (settings.stop_accuracy or 0):
             raise ConfigError(
                 f"warm start reached accuracy {last.accuracy:.2f} of {settings.stop_accuracy} within"
                 f" warm_start.max_steps {settings.max_steps}: raise that or lower warm_start.stop_accuracy"
             )
+        digest = settings_digest(settings, seed, dtype, base)
+        result = SftResult(last.accuracy, last.step, round(last.seconds, 2), True, digest)
         save_weights(trained.causal_lm, named_weights(trained), aside, dtype, ranks)
         if ranks.is_main:
             tokenizer.save(aside)

@@ -98,9 +98,8 @@ def _serve(channel: WorkerChannel, terms: dict[int, Term], batch: int, wait_s: f
     finish = asyncio.new_event_loop().run_until_complete
     while (call := channel.receive(_CALL)) is not None:
         if not batch:
-            token = CLOCK.set(CallClock(timeout_s))
+            CLOCK.set(CallClock(timeout_s))
             channel.send(WorkerReply(call.number, terms[call.term].call(call.sample, finish)))
-            CLOCK.reset(token)
             continue
         calls = [call]
         full = time.monotonic() + wait_s
@@ -148,9 +147,8 @@ async def _serve_many(channel: WorkerChannel, term: Term, timeout_s: float) -> N
 async def _timed(term: Term, sample: RewardInput, timeout_s: float) -> TermResult:
     """Call within the deadline. A call that ignores its cancellation is left running."""
     clock, started = CallClock(timeout_s), time.perf_counter()
-    token = CLOCK.set(clock)
+    CLOCK.set(clock)
     task = asyncio.create_task(term.call_async(sample))
-    CLOCK.reset(token)
     while (left := clock.left()) > 0 and not task.done():
         await asyncio.wait([task], timeout=left)
     seconds = time.perf_counter() - started
