@@ -105,7 +105,7 @@ def train_on_pairs(
         own, other = ([encode(tokenizer, pair, model.max_length, places) for pair in part] for part in (pairs, heldout))
         # Padded to the longer of its two rows.
         width: Callable[[Sequence[int]], int] = sum if packed else lambda lengths: 2 * max(lengths)
-        cut = MicroBatches(ranks, lambda pair: width([len(row.ids) for row in pair]), limits, packed)
+        cut = MicroBatches[PairIds](ranks, lambda pair: width([len(row.ids) for row in pair]), limits, packed)
         training = _PairwiseTraining(other, settings, cut, ranks, margins, losses, progress)
         result = training.run(trained, own, DTYPES[model.dtype], seed)
         whole = trained.causal_lm if isinstance(trained, Policy) else trained

@@ -177,7 +177,7 @@ class _Training:
         optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=settings.lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True
         )
-        cut = MicroBatches(self.ranks, lambda row: len(row.ids), self.limits, self.model.packed)
+        cut = MicroBatches[DemonstrationIds](self.ranks, lambda row: len(row.ids), self.limits, self.model.packed)
         step = OfflineStep(self.model, optimizer, cut, self.ranks, dtype, max_grad_norm=1.0)
         first = min(settings.eval_every, settings.max_steps)
         step.train(batches(examples, settings.batch_size, seed), self._loss, self._lr, self._evaluate, first)

@@ -42,7 +42,7 @@ def final_number(text: str, *, last_number: bool = False) -> Decimal | None:
         _, found, tail = text.rpartition(marker)
         if found:
             return _leading(tail)
-    last = deque(_NUMBER.finditer(text) if last_number else (), maxlen=1)
+    last: deque[re.Match[str]] = deque(_NUMBER.finditer(text) if last_number else (), maxlen=1)
     return _decimal(last[0]) if last else None
 
 
