@@ -102,7 +102,7 @@ class HeartbeatThread:
     service: str
     role: str
     describe: Callable[[], tuple[str, int, dict[str, float]]]
-    renew: Callable[[], None] | None = None
+    renew: Callable[[], object] | None = None
     renew_s: float = 10.0
     acknowledged: Callable[[], dict[str, int]] = dict
     probes: ProbesConfig | None = None
