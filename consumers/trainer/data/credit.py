@@ -53,16 +53,13 @@ class Calls:
     of_token: Ints
 
 
-def give_credit(advantage: AnyAdvantage, samples: Samples, by_name: bool) -> Credit:
-    """Give credit to samples, or finer; DataError if the advantage is not one finite number for each."""
+def give_finer_credit(advantage: AnyAdvantage, samples: Samples, by_name: bool) -> Credit:
+    """Give credit to names, calls or tokens; DataError if the advantage is not one finite number for each."""
     if getattr(advantage, "per_token", False):
         return _of_tokens(getattr(advantage, "gamma", 1.0), samples)
     if getattr(advantage, "per_turn", False):
         return _of_calls(advantage, samples, by_name)
-    if by_name:
-        return _of_names(advantage, samples)
-    found = one_each("advantages", advantage(samples.rewards, samples.groups), len(samples.rewards))
-    return Credit([float(found[row.sample]) for row in samples.rows], found)
+    return _of_names(advantage, samples)
 
 
 def _of_names(advantage: Advantage, samples: Samples) -> Credit:

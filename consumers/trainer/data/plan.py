@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from consumers.trainer.algorithms.advantages import Aggregation, Floats, Ints, Totals, one_each
 from consumers.trainer.data.collate import MicroBatch, collate
-from consumers.trainer.data.credit import AnyAdvantage, Credit, give_credit
+from consumers.trainer.data.credit import AnyAdvantage, Credit, give_finer_credit
 from consumers.trainer.data.groups import Group
 from consumers.trainer.data.load_balancing import (
     Cost,
@@ -43,6 +43,14 @@ def credit_of(samples: Samples, advantages: Sequence[AnyAdvantage | None], by_na
         for place, value in zip(places, found.rows, strict=True):
             given.rows[place] = value
     return given
+
+
+def give_credit(advantage: AnyAdvantage, samples: Samples, by_name: bool) -> Credit:
+    """Give credit to samples, or finer; DataError if the advantage is not one finite number for each."""
+    if by_name or getattr(advantage, "per_token", False) or getattr(advantage, "per_turn", False):
+        return give_finer_credit(advantage, samples, by_name)
+    found = one_each("advantages", advantage(samples.rewards, samples.groups), len(samples.rewards))
+    return Credit([float(found[row.sample]) for row in samples.rows], found)
 
 
 def weigh(
@@ -163,7 +171,10 @@ class StepBatch:
 
 @dataclass(frozen=True)
 class StepPlanner:
-    """Plans steps as the configuration says, see ``plan``.
+    """Plans steps as the configuration says::
+
+        plan = planner.plan(groups)
+        batch = plan.batch(dp_rank=0)        # tensors of what rank 0 trains
 
     max_tokens: longest completion that sampling allows. micro_batch_tokens: most tokens of a micro-batch, with padding
     unless ``packed``, which says that all models of the step pack; a longer row gets one of its own. cost: work of a

@@ -97,7 +97,7 @@ def build_train_step(
         schedule,
         ranks,
         objective,
-        preparation,
+        preparation if preparation.needed else None,
         critic_step,
         observers,
         trainer.epochs,

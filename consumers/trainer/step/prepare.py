@@ -40,6 +40,13 @@ class Preparation:
     normalise: bool = False
     score_proximal: bool = False
 
+    @property
+    def needed(self) -> bool:
+        """Whether there is anything to prepare."""
+        asked = (self.reference, self.token_advantage, self.critic, self.objective.loss.select_tokens)
+        flags = self.lora_off or self.score_proximal or self.normalise or bool(self.kl_in_reward)
+        return flags or any(each is not None for each in asked)
+
     def run_on_host(self, batch: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
         """Add to micro-batches that have not left the host what a reference in main memory computes of them."""
         return self._with_reference(self.reference, batch) if self.reference is not None and self._on_host else batch

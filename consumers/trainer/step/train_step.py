@@ -33,10 +33,17 @@ Observer: TypeAlias = ExpertLoad | RouterReplay
 
 @dataclass(eq=False)
 class TrainStep(Learner):
-    """An optimizer step, from micro-batches to changed weights and metrics. epochs: how often it trains its batch."""
+    """An optimizer step, from micro-batches to changed weights and metrics; ``build_train_step`` puts it together::
+
+        step = build_train_step(config)
+        batch = step.planner.plan(groups).batch()
+        result = step.run(batch, version=7)      # the policy is version 8 now
+
+    preparation: None if the configuration asks for none. epochs: how often a step trains its batch.
+    """
 
     objective: Objective
-    preparation: Preparation
+    preparation: Preparation | None = None
     critic: CriticStep | None = None
     observers: Sequence[Observer] = ()
     epochs: int = 1
@@ -45,16 +52,19 @@ class TrainStep(Learner):
         return super().parts() | ({} if self.critic is None else self.critic.parts())
 
     def frozen(self) -> Sequence[nn.Module]:
-        reference = self.preparation.reference
+        reference = None if self.preparation is None else self.preparation.reference
         return () if reference is None else (reference,)
 
     def run(self, batch: StepBatch, version: int) -> StepResult:
         """Update the weights for each minibatch of each epoch; ``version`` is that of the weights before the step."""
         timer = StepTimer()
         with timer.phase("prepare"):
-            on_host = self.preparation.run_on_host([laid_out(micro, self.policy) for micro in batch.micro_batches])
-            micro_batches: Sequence[MicroBatch] = [micro.to(self.policy.device) for micro in on_host]
-            micro_batches = self.preparation.run(self.policy, micro_batches, version, self.ranks.all_reduce_sum)
+            micro_batches: Sequence[MicroBatch] = [laid_out(micro, self.policy) for micro in batch.micro_batches]
+            if self.preparation is not None:
+                micro_batches = self.preparation.run_on_host(micro_batches)
+            micro_batches = [micro.to(self.policy.device) for micro in micro_batches]
+            if self.preparation is not None:
+                micro_batches = self.preparation.run(self.policy, micro_batches, version, self.ranks.all_reduce_sum)
         lr = self.schedule.at(self.schedule.done + 1)
         ends = list(accumulate(batch.updates)) or [len(micro_batches)]
         minibatches = [micro_batches[start:end] for start, end in pairwise([0, *ends])]
@@ -75,7 +85,7 @@ class TrainStep(Learner):
         }
         if "forward_flops" in metrics:
             metrics["forward_flops"] *= self.epochs
-        of_samples = self.preparation.token_advantage is None
+        of_samples = self.preparation is None or self.preparation.token_advantage is None
         advantages = batch.plan.credit.samples.tolist() if batch.plan and of_samples else ()
         ages = dict(sorted(meter.staleness.items()))
         return StepResult(metrics, ages, all(skipped), timer.lap(), advantages, meter.samples)

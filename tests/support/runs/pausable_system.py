@@ -50,13 +50,13 @@ class CountingEngine(ScriptedEngine):
 
     def _sample(self, *args: Any) -> Any:
         sample = super()._sample(*args)
-        step = sample.step
+        add = sample.add
 
         def counted(*args: Any) -> None:
             self.sampled += 1
-            step(*args)
+            add(*args)
 
-        sample.step = counted
+        sample.add = counted
         return sample
 
 
