@@ -1,5 +1,6 @@
 """The options of tests/support/selection.py, which continuous integration takes a part of the matrices with."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -9,9 +10,10 @@ FILES = [f"tests/unit/schemas/test_{name}.py" for name in ("booleans", "errors")
 CHAOS = "tests/e2e/system/test_chaos.py"
 
 
-def pytest_prints(*arguments: str) -> list[str]:
+def pytest_prints(*arguments: str, **environment: str) -> list[str]:
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *arguments]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
+    environment = {**os.environ, **environment}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout.splitlines()
 
@@ -24,9 +26,13 @@ def test_tests_for_which_there_is_no_time_are_skipped_and_named() -> None:
 
 
 def test_files_come_in_the_order_of_a_seed_and_chaos_before_them() -> None:
+    """Read without tests/conftest.py and plugins, which import what no test here needs."""
     orders = set()
+    alone = ("--noconftest", "-p", "tests.support.selection", "-p", "pytest_timeout")
     for seed in range(3):
-        lines = pytest_prints("--collect-only", "--shuffle", str(seed), *FILES, CHAOS)
+        lines = pytest_prints(
+            *alone, "--collect-only", "--shuffle", str(seed), *FILES, CHAOS, PYTEST_DISABLE_PLUGIN_AUTOLOAD="1"
+        )
         order = tuple(dict.fromkeys(line.split("::")[0] for line in lines if "::" in line))
         assert order[0] == CHAOS
         assert {*order[1:]} == {*FILES}
