@@ -5,13 +5,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import kubernetes_validate
 import pytest
 import yaml
 
 from broker.connection import acl
 from deploy.launchers.kubernetes import Kubernetes
 from schemas.config import load_config
+from tests.support.runs.kubernetes_objects import check_schemas, read_objects
 from tests.support.runs.programs import skip_or_fail
 from tests.unit.deploy.launchers.test_kubernetes_launcher import POOLS, WARM, Objects, file, pod
 from tests.unit.deploy.launchers.test_kubernetes_launcher import render as render_plain
@@ -60,10 +60,8 @@ WHOLE: dict[str, Any] = {
 def render(values: dict[str, Any], name: str = "sums", namespace: str = "team") -> Objects:
     """All objects of a release, each valid by Kubernetes' own schemas."""
     texts = manifests.render({"config": CONFIG, **values}, name, namespace).values()
-    found = [document for text in texts for document in yaml.safe_load_all(text) if document]
-    for document in found:
-        if document["apiVersion"].partition("/")[0] not in ("keda.sh", "monitoring.coreos.com"):
-            kubernetes_validate.validate(document, kubernetes_validate.latest_version(), strict=True)
+    found = [document for text in texts for document in read_objects(text)]
+    check_schemas(found)
     assert len({(each["kind"], each["metadata"]["name"]) for each in found}) == len(found)
     return {(document["kind"], document["metadata"]["name"]): document for document in found}
 

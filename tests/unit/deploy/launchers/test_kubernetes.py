@@ -7,7 +7,6 @@ from ipaddress import ip_address, ip_network
 from pathlib import Path
 from typing import Any, get_args
 
-import kubernetes_validate
 import pytest
 import yaml
 
@@ -16,6 +15,7 @@ from schemas.config import load_config
 from schemas.control_api.status import StreamStatus
 from schemas.errors import HOPELESS
 from tests.support.runs.command_line import command_names
+from tests.support.runs.kubernetes_objects import check_schemas
 from tests.support.runs.programs import find_program
 
 FOLDER = Path(__file__).parents[4] / "deploy" / "kubernetes"
@@ -44,13 +44,6 @@ def pods() -> Iterator[tuple[str, dict[str, Any]]]:
 @pytest.mark.parametrize("part", PARTS)
 def test_every_object_is_valid(part: str) -> None:
     check_schemas(documents(part))
-
-
-def check_schemas(objects: list[dict[str, Any]]) -> None:
-    """Kubernetes' own; KEDA's objects are checked by name further down."""
-    for document in objects:
-        if not document["apiVersion"].startswith("keda.sh/"):
-            kubernetes_validate.validate(document, kubernetes_validate.latest_version(), strict=True)
 
 
 @pytest.mark.parametrize("part", PARTS)

@@ -6,7 +6,6 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-import kubernetes_validate
 import pytest
 import yaml
 
@@ -15,6 +14,7 @@ from deploy.planning.cluster import DeviceQuota
 from schemas.config import load_config, parse_config
 from schemas.errors import ConfigError
 from schemas.model_folder import fetched_name
+from tests.support.runs.kubernetes_objects import check_schemas, read_objects
 from tests.support.runs.programs import find_program
 
 POOLS = (
@@ -51,10 +51,8 @@ def render(file: Path, *overrides: str, **options: Any) -> Objects:
     command = [find_program("kubectl"), "kustomize", str(folder)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
-    rendered = [document for document in yaml.safe_load_all(done.stdout) if document]
-    for document in rendered:
-        if not document["apiVersion"].startswith("keda.sh/"):
-            kubernetes_validate.validate(document, kubernetes_validate.latest_version(), strict=True)
+    rendered = read_objects(done.stdout)
+    check_schemas(rendered)
     return {(document["kind"], document["metadata"]["name"]): document for document in rendered}
 
 
