@@ -41,7 +41,7 @@ def configuration(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = minimal_config(
         run={"name": "waiting", "folder": str(folder / "run")},
         model={"path": str(make_tiny_model(folder / "model", hidden=32, layers=1))},
-        generator={"engine": "transformers"},
+        generator={"engine": "scripted"},
         broker={"deadline_s": 300},
     )
     save_config(config, folder / "config.yaml")

@@ -59,6 +59,12 @@ def write(folder: Path, function: str) -> Path:
     return folder / "config.yaml"
 
 
+@pytest.fixture
+def no_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch and vLLM are not looked at; test_doctor_computes_with_the_model_on_the_device does that."""
+    monkeypatch.setattr("deploy.doctor.doctor.check_libraries", list)
+
+
 def test_an_agent_is_played_without_a_model_and_its_conversation_shown(tmp_path: Path) -> None:
     done = run_tidemill("agent", str(write(tmp_path, "run")))
     assert done.returncode == 0
@@ -92,18 +98,24 @@ def test_an_agents_branches_are_tried_with_answers_from_a_file(tmp_path: Path) -
         assert (refused.returncode, wrong in refused.stderr) == (2, True), refused.stderr
 
 
-def test_doctor_plays_one_episode(tmp_path: Path) -> None:
-    done = run_tidemill("doctor", str(write(tmp_path, "run")), "--json")
+@pytest.mark.usefixtures("no_libraries")
+def test_doctor_plays_one_episode_and_says_how_turns_are_joined_and_whether_times_fit(tmp_path: Path) -> None:
+    done = run_tidemill("doctor", str(write(tmp_path, "run")), "--json", "--step-s", "2")
     assert "2 calls, 1 row, reward 0.5, 2 sampling settings" in done.stdout
     assert "a replay reused all of them" in done.stdout
+    found = {line["name"]: line for line in json.loads(done.stdout)}
+    assert found["joined turns"]["level"] == "ok"
+    assert "flow.staleness 4 allows 5 steps of 2 s (given)" in found["episode times"]["text"]
 
 
+@pytest.mark.usefixtures("no_libraries")
 def test_doctor_warns_of_an_agents_reward_that_no_term_uses(tmp_path: Path) -> None:
     done = run_tidemill("doctor", str(write(tmp_path, "run")), "reward.terms=[{name: exact}]", "--json")
     found = {line["name"]: line for line in json.loads(done.stdout)}["agent episode"]
     assert (found["level"], found["advice"]) == ("warn", "set reward.terms to [], or add the term episode to it")
 
 
+@pytest.mark.usefixtures("no_libraries")
 def test_doctor_lists_the_tools_of_servers_or_says_why_one_does_not_start(tmp_path: Path) -> None:
     file = write(tmp_path, "run")
     (tmp_path / "server.py").write_text("import nothing_of_this_name")
@@ -114,19 +126,13 @@ def test_doctor_lists_the_tools_of_servers_or_says_why_one_does_not_start(tmp_pa
     assert "No module named 'nothing_of_this_name'" in found["tools"]["text"]
 
 
+@pytest.mark.usefixtures("no_libraries")
 def test_doctor_asks_for_a_model_that_is_not_there_once(tmp_path: Path) -> None:
     file = write(tmp_path, "run")
     done = run_tidemill("doctor", str(file), "model.path=nowhere/at-all", "--json")
     found = json.loads(done.stdout)
     assert [line["name"] for line in found if "nowhere/at-all" in line["text"]] == ["model"]
     assert "not checked" in {line["name"]: line["text"] for line in found}["prompts, model size"]
-
-
-def test_doctor_says_how_turns_are_joined_and_whether_times_fit(tmp_path: Path) -> None:
-    done = run_tidemill("doctor", str(write(tmp_path, "run")), "--json", "--step-s", "2")
-    found = {line["name"]: line for line in json.loads(done.stdout)}
-    assert found["joined turns"]["level"] == "ok"
-    assert "flow.staleness 4 allows 5 steps of 2 s (given)" in found["episode times"]["text"]
 
 
 def test_a_service_is_ready_from_its_first_heartbeat_until_it_falls_silent(
