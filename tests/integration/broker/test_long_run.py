@@ -92,7 +92,12 @@ class LongRun:
 
     def _look(self) -> None:
         """Note which keys are there now; most are empty between two rounds."""
-        self.seen |= sizes(self._broker).keys()
+        client, keys = self._broker.connection.client, vars(self._broker.connection.keys)
+        new = keys.keys() - {"base"} - self.seen
+        with client.pipeline(transaction=False) as pipe:
+            for name in new:
+                pipe.exists(keys[name])
+            self.seen |= {name for name, there in zip(new, pipe.execute(), strict=True) if there}
 
     def _train(self, number: int) -> None:
         training, broker = self._training, self._broker
