@@ -60,20 +60,11 @@ def test_a_fault_has_its_reason_and_ends_nothing(process: RehearsalProcess, ques
     assert process.ask(question, LIMIT_S)["parameters"] > 0
 
 
-def test_a_killed_process_is_started_again(process: RehearsalProcess, question: dict[str, Any]) -> None:
-    process.ask(question, LIMIT_S)
-    killed = servers()
-    for one in killed:
-        one.kill()
-        one.wait(20)
-    assert process.ask(question, LIMIT_S)["parameters"] > 0
-    assert not {one.pid for one in servers()} & {one.pid for one in killed}
-
-
-def test_a_question_whose_process_is_killed_meanwhile_fails_in_a_line(
+def test_a_question_whose_process_is_killed_fails_in_a_line_and_the_next_has_another(
     process: RehearsalProcess, question: dict[str, Any]
 ) -> None:
     process.ask(question, LIMIT_S)
+    killed = servers()
     assert process._process is not None
     server = psutil.Process(process._process.pid)
     with ThreadPoolExecutor(1) as threads:
@@ -85,6 +76,8 @@ def test_a_question_whose_process_is_killed_meanwhile_fails_in_a_line(
             one.kill()
         with pytest.raises(TidemillError, match="was killed"):
             asked.result(LIMIT_S)
+    assert process.ask(question, LIMIT_S)["parameters"] > 0
+    assert not {one.pid for one in servers()} & {one.pid for one in killed}
 
 
 def test_it_ends_with_the_process_that_asked_and_leaves_nothing(question: dict[str, Any], tmp_path: Path) -> None:
