@@ -1,6 +1,7 @@
 """One run whose datasets are trained by different components: a reward, given answers, a teacher, the policy itself."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ STEPS = 25
 
 @pytest.mark.timeout(300)
 def test_datasets_of_one_run_are_trained_by_different_components(tmp_path: Path) -> None:
+    """It prints into a pipe whose reader is gone, which does not end it."""
     student, teacher = (make_tiny_model(tmp_path / f"model-{seed}", seed=seed, hidden=32, layers=1) for seed in (0, 1))
     labels = ("rewarded", "answered", "taught", "own")
     config = {
@@ -41,7 +43,10 @@ def test_datasets_of_one_run_are_trained_by_different_components(tmp_path: Path)
         },
         "control": {"enabled": False},
     }
-    run = UpRun(tmp_path, config)
+    reader, writer = os.pipe()
+    run = UpRun(tmp_path, config, output=writer)
+    os.close(writer)
+    os.close(reader)
     try:
         summary = run.finish()
     finally:
