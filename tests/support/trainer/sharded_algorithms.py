@@ -3,6 +3,7 @@ trainers without generators. Rank 0 reports what came out."""
 
 import json
 import os
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -45,13 +46,17 @@ EXAMPLES = [(f"{a}>", "xyz"[a % 3] * (1 + a % 2)) for a in range(13)]
 LORA = {"lora": {"rank": 4, "alpha": 8.0}, "kl": {"coef": 0.5, "reference": "lora_off"}}
 
 
-def run_algorithms(model: Path, reference: Path, folder: Path) -> None:
-    """Train each in turn on this rank; rank 0 writes ``folder/report.json``."""
+LEARNED = {"stop_accuracy": 0.5, "max_steps": 200}
+"""How long demonstrations are trained."""
+
+
+def run_algorithms(model: Path, reference: Path, folder: Path, sft: Mapping[str, Any] = LEARNED) -> None:
+    """Train each in turn on this rank; rank 0 writes ``folder/report.json``. sft: how long demonstrations are."""
     ranks = Ranks(timeout_s=100.0)
     with ranks.watchdog():
         report = {name: algorithm(ranks, str(model), str(reference), trainer) for name, trainer in ALGORITHMS.items()}
         report["three components"] = algorithm(ranks, str(model), "", TAUGHT, **GIVEN)
-        report |= without_generators(ranks, str(model), folder)
+        report |= without_generators(ranks, str(model), folder, sft)
         if ranks.is_main:
             (folder / "report.json").write_text(json.dumps(report))
 
@@ -111,7 +116,7 @@ def all_sharded(module: torch.nn.Module) -> bool:
     return all(isinstance(parameter, DTensor) for parameter in module.parameters())
 
 
-def without_generators(ranks: Ranks, path: str, folder: Path) -> dict[str, Any]:
+def without_generators(ranks: Ranks, path: str, folder: Path, sft: Mapping[str, Any] = LEARNED) -> dict[str, Any]:
     """What each of the other trainers saw on its way."""
     model = ModelConfig(path=path, dtype="float32", max_length=64)
     data = {"name": "jsonl"}
@@ -133,8 +138,7 @@ def without_generators(ranks: Ranks, path: str, folder: Path) -> dict[str, Any]:
         model, PAIRS[:14], PAIRS[14:], scoring, progress=note("reward model"), ranks=ranks, load_tokenizer=HfTokenizer
     )
     warm = WarmStartConfig.model_validate(
-        {"model": "m:f", "dataset": data, "eval": data, "batch_size": 5, "lr": 3e-3, "eval_every": 10}
-        | {"stop_accuracy": 0.5, "max_steps": 200}
+        {"model": "m:f", "dataset": data, "eval": data, "batch_size": 5, "lr": 3e-3, "eval_every": 10} | sft
     )
     train_sft(
         model.model_copy(update={"path": str(folder / "sft")}),

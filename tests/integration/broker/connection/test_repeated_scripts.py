@@ -239,7 +239,7 @@ OPERATIONS: list[Callable[[History, int], None]] = [
 ]
 
 
-@settings(max_examples=12, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=6, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(steps=st.lists(st.tuples(st.integers(0, len(OPERATIONS) - 1), st.integers(0, 419)), min_size=20, max_size=40))
 def test_a_repeated_call_answers_alike_and_has_no_effect(server: EmbeddedServer, steps: list[tuple[int, int]]) -> None:
     history = History(server.url)

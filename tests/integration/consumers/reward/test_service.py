@@ -172,6 +172,7 @@ def test_a_batch_gives_each_sequence_the_score_that_it_has_alone(tmp_path: Path,
     assert score(inputs, 600) == pytest.approx(alone, abs=1e-4)
 
 
+@pytest.mark.matrix("a benchmark is a tool of development; the test above compares the scores of batches")
 def test_the_benchmark_scores_the_same_both_ways():
     row = measure(sequences=12, batch=8, rounds=1)
     assert row["largest_difference"] < 1e-3

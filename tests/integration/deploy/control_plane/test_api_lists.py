@@ -192,7 +192,7 @@ def test_generated_requests_get_described_answers(broker: Broker, monkeypatch: p
             seen.add(operation.path)
 
             @given(case=operation.as_strategy())
-            @settings(max_examples=8, database=None, suppress_health_check=list(HealthCheck))
+            @settings(max_examples=5, database=None, suppress_health_check=list(HealthCheck))
             def check(case: Any) -> None:
                 if isinstance(case.body, dict) and isinstance(case.body.get("wait_s"), int | float):
                     case.body["wait_s"] = 0

@@ -305,12 +305,11 @@ def test_problems_of_another_seed_are_others(tmp_path: Path):
     """To reasoning-gym itself a problem is seed + index: of seeds side by side it has nearly the same ones."""
     pytest.importorskip("reasoning_gym")
     questions = []
-    for seed in (0, 1, 2):
+    for seed in (0, 1):
         dataset = build("reasoning_gym", tmp_path, task="chain_sum", size=40, seed=seed)
         questions.append({str(dataset[index].messages) for index in range(40)})
-    assert [len(each) for each in questions] == [40, 40, 40]
+    assert [len(each) for each in questions] == [40, 40]
     assert not questions[0] & questions[1]
-    assert not questions[1] & questions[2]
     with pytest.raises(ConfigError, match=r"size.*1048577.*1048576"):
         build("reasoning_gym", tmp_path, task="chain_sum", size=(1 << 20) + 1)
 

@@ -24,7 +24,8 @@ from tests.support.trainer.sharded_algorithms import LORA, algorithm, run_algori
 from tests.support.trainer.vision_steps import run_vision_steps
 
 pytestmark = pytest.mark.integration
-FAMILIES = ("qwen2_5_vl", "qwen3_vl")
+MORE = pytest.mark.matrix("one more family of models that read images")
+FAMILIES = (pytest.param("qwen2_5_vl", marks=MORE), "qwen3_vl")
 
 
 @pytest.fixture
@@ -52,7 +53,8 @@ def test_what_pytorch_refuses_on_a_gpu_is_refused(gpu: torch.device) -> None:
 
 def test_algorithms_and_trainers_without_generators(gpu: torch.device, tmp_path: Path) -> None:
     model = make_tiny_model(tmp_path / "tiny", hidden=32, layers=1)
-    run_algorithms(model, make_tiny_model(tmp_path / "other", seed=1, hidden=32, layers=1), tmp_path)
+    other = make_tiny_model(tmp_path / "other", seed=1, hidden=32, layers=1)
+    run_algorithms(model, other, tmp_path, sft={"stop_accuracy": None, "max_steps": 10})
     assert "sft" in json.loads((tmp_path / "report.json").read_text())
 
 

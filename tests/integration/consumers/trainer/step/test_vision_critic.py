@@ -21,7 +21,10 @@ from tests.support.trainer.vision_steps import make_config, make_group
 pytestmark = pytest.mark.integration
 
 
-@pytest.fixture(scope="module", params=["qwen2_5_vl", "qwen3_vl"])
+MORE = pytest.mark.matrix("one more family of models that read images")
+
+
+@pytest.fixture(scope="module", params=[pytest.param("qwen2_5_vl", marks=MORE), "qwen3_vl"])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     family: Family = request.param
     folder = tmp_path_factory.mktemp("vision") / family

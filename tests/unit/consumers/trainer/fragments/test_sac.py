@@ -132,7 +132,7 @@ def test_an_update_is_that_of_stable_baselines3(tmp_path: Path, monkeypatch: pyt
         assert name.startswith("target") or not torch.equal(value.flatten(), before[name]), f"{name} did not move"
 
 
-OPTIONS: list[dict[str, Any]] = [{}, {"norm": "batch", "policy_every": 3, "critics": 3}, {"normalise": True}]
+OPTIONS: list[dict[str, Any]] = [{}, {"norm": "batch", "policy_every": 3, "critics": 3, "normalise": True}]
 
 
 @pytest.mark.parametrize("option", OPTIONS)
