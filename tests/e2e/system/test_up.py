@@ -1,6 +1,7 @@
 """The whole system as its user starts it: it learns on real parts, and survives the death of any of them."""
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -54,11 +55,15 @@ def configuration(model: Path, folder: Path, steps: int, **generator: Any) -> di
 def test_a_policy_learns_with_real_vllm_and_nothing_is_lost(
     model: Path, tmp_path: Path, server: EmbeddedServer, make_broker: Callable[..., Broker]
 ) -> None:
-    """Its weights go through the server, as deltas where they pay; each passes its probe."""
+    """Its weights go through the server, as deltas where they pay; each passes its probe.
+
+    Only digits can be sampled. Were log-probabilities of one side among all tokens, the gap would be 0.3 at first.
+    """
     pytest.importorskip("vllm")
     steps, chain = 16, 3
     config = configuration(model, tmp_path, steps, engine="vllm")
     config["broker"] = {"url": server.url}
+    config["model"]["output_tokens"] = "[0-9]"
     config["model"]["dtype"] = "bfloat16"  # in float32 every element changes, and a delta does not pay
     config["trainer"]["publish"] = {"transport": "redis", "delta": "on", "max_chain": chain}
     config["trainer"]["optimizer"] = {"lr": 3e-4}
@@ -73,6 +78,9 @@ def test_a_policy_learns_with_real_vllm_and_nothing_is_lost(
     assert (summary["trajectories_lost"], summary["trajectories_trained_twice"]) == (0, 0)
     assert summary["max_staleness"] <= 4
     assert summary["logprob_gap_mean"] < 0.02
+    shown = [group for file in (run.folder / "samples").glob("*.jsonl") for group in map(json.loads, file.open())]
+    assert shown
+    assert all(re.fullmatch("[0-9]{6}", one["completion"]) for group in shown for one in group["samples"])
     samples = trained_samples(run)
     assert len(samples) == len(set(samples))
     broker = make_broker("e2e")
@@ -141,7 +149,7 @@ def test_versions_are_broadcast_to_the_generators_of_a_run_and_no_process_stays(
 
 @pytest.mark.timeout(400)
 def test_any_service_may_be_killed_and_nothing_is_lost_or_trained_twice(model: Path, tmp_path: Path) -> None:
-    steps = 40
+    steps = 22
     config = configuration(
         model, tmp_path, steps, engine="scripted", args={"token_s": 0.01}, probe_tolerance=1e3, replicas=2
     )
@@ -149,7 +157,7 @@ def test_any_service_may_be_killed_and_nothing_is_lost_or_trained_twice(model: P
     # A publisher that is killed and one of its readers are the hardest case of weights, too.
     config["trainer"]["publish"] = {"transport": "peer"}
     run = UpRun(tmp_path, config)
-    for at, victim in ((6, "generator-0"), (12, "trainer"), (18, "reward-0"), (24, "feeder"), (28, "trainer")):
+    for at, victim in ((4, "generator-0"), (8, "trainer"), (12, "reward-0"), (16, "feeder")):
         run.wait_until(lambda at=at: run.steps() >= at, f"step {at}")
         run.wait_until(lambda victim=victim: run.service(victim) is not None, f"process of {victim}")
         process = run.service(victim)

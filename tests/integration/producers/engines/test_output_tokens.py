@@ -22,7 +22,16 @@ needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("name", ["transformers", pytest.param("vllm", marks=[pytest.mark.e2e, needs_vllm])])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "transformers",
+        pytest.param(
+            "vllm",
+            marks=[pytest.mark.e2e, needs_vllm, pytest.mark.matrix("each number with vLLM; test_up trains with both")],
+        ),
+    ],
+)
 async def test_only_these_tokens_are_sampled_and_counted(tmp_path: Path, name: str) -> None:
     folder = make_tiny_model(tmp_path / "model")
     allowed = find_tokens(folder, "[a-h]")
