@@ -62,7 +62,19 @@ def assert_as_undisturbed(folder: Path, undisturbed: TrainStep) -> None:
     assert Counter(task for line in lines for task, _ in line["samples"]) == dict.fromkeys(range(2 * STEPS), 2)
 
 
-@pytest.mark.parametrize("point", [point for point in POINTS if point != "replayed"])
+BESIDE = {
+    *("forward", "backward", "batch recorded", "weights written, not sent", "slots not returned"),
+    *("before the tensors of the checkpoint", "tensors written", "state written, no marker", "not committed"),
+    *("forward, while a checkpoint is written", "weights published, while a checkpoint is written"),
+    "slots returned, while a checkpoint is written",
+}
+"""Points at which broker and disk are as at one before or after."""
+MORE = pytest.mark.matrix("broker and disk are as at a point before or after it, which make test has")
+
+
+@pytest.mark.parametrize(
+    "point", [pytest.param(point, marks=MORE if point in BESIDE else ()) for point in POINTS if point != "replayed"]
+)
 def test_after_a_kill_the_weights_are_those_of_an_undisturbed_run(
     point: str, model: Path, undisturbed: TrainStep, make_broker: Callable[..., Broker], tmp_path: Path
 ) -> None:
@@ -88,17 +100,19 @@ def test_after_a_kill_in_any_state_of_a_turn_too(
     assert_as_undisturbed(tmp_path, undisturbed)
 
 
-@pytest.mark.parametrize("point", ["state in main memory, device not given", "device taken, state in main memory"])
+@pytest.mark.parametrize(
+    ("point", "victim"), [("state in main memory, device not given", 0), ("device taken, state in main memory", 1)]
+)
 def test_the_death_of_one_rank_in_a_turn_ends_the_other_and_leaves_the_device(
-    point: str, model: Path, make_broker: Callable[..., Broker], tmp_path: Path
+    point: str, victim: int, model: Path, make_broker: Callable[..., Broker], tmp_path: Path
 ) -> None:
     broker, devices = make_broker(), tmp_path / "devices"
     data = make_config(tmp_path / "run", model, broker, processes=2)
     output = tmp_path / "output.txt"
     with Pipeline(broker, SharingGenerator(devices).generate):
-        codes = run_trainer_to_its_end(data, output, point, victim=1, devices=devices)
-        assert codes[1] == -signal.SIGKILL
-        assert codes[0] not in (0, None), "ended by itself, and not well"
+        codes = run_trainer_to_its_end(data, output, point, victim, devices=devices)
+        assert codes[victim] == -signal.SIGKILL
+        assert codes[1 - victim] not in (0, None), "ended by itself, and not well"
         assert run_trainer_to_its_end(data, output, devices=devices) == [0, 0], output.read_text()[-3000:]
     lines = list(surviving_lines(read_lines(tmp_path / "run/trained.jsonl")))
     assert Counter(task for line in lines for task, _ in line["samples"]) == dict.fromkeys(range(2 * STEPS), 2)
