@@ -69,8 +69,11 @@ def running(folder: Path, file: Path) -> Iterator[Machines]:
 
 
 @pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    "all_asked", [(1,), pytest.param((0, 1), marks=pytest.mark.matrix("each of the two in turn; make test asks one"))]
+)
 def test_machines_of_which_one_is_asked_save_and_are_started_again(
-    make_broker: Callable[..., Broker], tmp_path: Path
+    make_broker: Callable[..., Broker], tmp_path: Path, all_asked: tuple[int, ...]
 ) -> None:
     broker = make_broker()
     model = make_tiny_model(tmp_path / "model", hidden=32, layers=1)
@@ -79,10 +82,10 @@ def test_machines_of_which_one_is_asked_save_and_are_started_again(
     file = tmp_path / "config.yaml"
     file.write_text(yaml.safe_dump(settings))
     with Pipeline(broker, generate_freshly):
-        for asked, step in ((0, 2), (1, 4)):
+        for asked in all_asked:
             with running(tmp_path, file) as machines:
                 resumed = machines.checkpoint()
-                machines.train_until(step + resumed)
+                machines.train_until(resumed + 2)
                 machines.processes[asked].terminate()
                 codes = machines.codes()
                 assert codes[asked] == OK_EXIT, machines.output.read_text()[-3000:]

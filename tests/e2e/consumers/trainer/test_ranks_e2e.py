@@ -13,7 +13,7 @@ from deploy.control_plane.address import address_of, own_token
 from tests.support.models.tiny_model import make_tiny_model
 from tests.support.runs.up_runs import UpRun, trained_samples
 
-GROUPS, STEPS = 4, 24
+GROUPS = 4
 DEADLINE_S = 12.0
 """How long ranks wait for each other in a collective."""
 PARITY = '''
@@ -23,7 +23,7 @@ def parity(prompt, completion, prompt_ids, completion_ids, **data):
 '''
 
 
-def configuration(folder: Path) -> dict[str, Any]:
+def configuration(folder: Path, steps: int) -> dict[str, Any]:
     (folder / "rewards.py").write_text(PARITY)
     return {
         "model": {"path": str(make_tiny_model(folder / "model", hidden=32)), "dtype": "float32", "max_length": 64},
@@ -34,7 +34,7 @@ def configuration(folder: Path) -> dict[str, Any]:
         "trainer": {
             "processes": 2,
             "threads": 1,
-            "steps": STEPS,
+            "steps": steps,
             "batch_groups": GROUPS,
             "advantage": {"keep_zero_variance": True},
             "optimizer": {"lr": 1e-3},
@@ -56,15 +56,23 @@ def rank(run: UpRun, number: int) -> psutil.Process | None:
 
 
 @pytest.mark.timeout(1500)
-def test_ranks_outlast_a_pause_and_any_may_be_killed_and_nothing_is_lost_or_trained_twice(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "victims", [(1,), pytest.param((1, 0), marks=pytest.mark.matrix("rank 0 too, which test_killed.py kills"))]
+)
+def test_ranks_outlast_a_pause_and_any_may_be_killed_and_nothing_is_lost_or_trained_twice(
+    tmp_path: Path, victims: tuple[int, ...]
+) -> None:
     """The pause is longer than ranks wait for each other."""
-    settings = configuration(tmp_path)
+    steps = 14 + 8 * len(victims)
+    settings = configuration(tmp_path, steps)
     settings["trainer"]["rank_deadline_s"] = DEADLINE_S
     settings["control"] = {"port": 0}
     run = UpRun(tmp_path, settings)
     run.wait_until(lambda: run.steps() >= 4 and address_of(run.folder) is not None, "fourth step", 400)
     pause_longer_than_ranks_wait(run)
-    for at, victim in ((8, 1), (16, 0)):
+    # Between two checkpoints, so that there is something to train again.
+    for number, victim in enumerate(victims, start=1):
+        at = 6 + 8 * number
         run.wait_until(lambda at=at: run.steps() >= at, f"step {at}", 400)
         process = rank(run, victim)
         assert process is not None
@@ -73,10 +81,10 @@ def test_ranks_outlast_a_pause_and_any_may_be_killed_and_nothing_is_lost_or_trai
         process.kill()
         other.wait(30)
     summary = run.finish(900)
-    assert run.steps() == STEPS
+    assert run.steps() == steps
     samples = trained_samples(run)
     assert len(samples) == len(set(samples))
-    assert {task_id for task_id, _ in samples} == set(range(STEPS * GROUPS)), "a prompt was skipped"
+    assert {task_id for task_id, _ in samples} == set(range(steps * GROUPS)), "a prompt was skipped"
     assert (summary["trajectories_lost"], summary["trajectories_trained_twice"]) == (0, 0)
     replayed: dict[int, list[Any]] = {}
     for line in run.lines("trained.jsonl"):
