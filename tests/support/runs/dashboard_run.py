@@ -47,7 +47,7 @@ class System:
             "reward": {"terms": [{"name": "rewards.py:even"}]},
             "generator": {
                 "engine": "scripted",
-                "args": {"token_s": 0.03, "first": 40, "tokens": 40, "min_length": 4, "max_length": 24},
+                "args": {"token_s": 0.08, "first": 40, "tokens": 40, "min_length": 4, "max_length": 24},
                 "max_samples": 32,
                 "lease_s": 5,
                 "probe_tolerance": 1e3,
