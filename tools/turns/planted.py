@@ -81,13 +81,13 @@ PLANTED = {
     ),
     "the trainer frees its locks before its memory": Planted(
         f"{RANKS}.offload",
-        "self.state.offload()\n    self._turns.give()",
-        "self._turns.give()\n        self.state.offload()",
+        "self.state.offload()\n        turns.give()",
+        "turns.give()\n            self.state.offload()",
     ),
     "the trainer takes memory before its locks": Planted(
         f"{RANKS}.onload",
-        'self._turns.hold()\n    with self._turns.clock.measure("onload"):\n        self.state.onload()',
-        "self.state.onload()\n        self._turns.hold()",
+        'turns.hold()\n        with turns.clock.measure("onload"):\n            self.state.onload()',
+        "self.state.onload()\n            turns.hold()",
     ),
     "only rank 0 holds the GPUs": Planted(
         f"{TRAINER}.__init__", "for name in shared.generators]", "for name in shared.generators if main]"

@@ -157,11 +157,10 @@ class Ranks:
 
     def broadcast_text(self, text: str, channel: Channel | None = None) -> str:
         """Send the ``text`` of rank 0 to every rank, and return it there."""
-        channel = channel or self.channel
         if not self.is_main:
-            return channel.receive(0).decode()
+            return (channel or self.channel).receive(0).decode()
         for rank in range(1, self.world):
-            channel.send(rank, text.encode())
+            (channel or self.channel).send(rank, text.encode())
         return text
 
     def local_share(self, rows: Sequence[T]) -> tuple[list[T], list[float]]:

@@ -103,11 +103,17 @@ def _short_windows(model: PreTrainedModel) -> Iterator[None]:
             each.sliding_window = window
 
 
-def use_packing(model: PreTrainedModel) -> None:
-    """Give a model packed attention; a vision tower's is not causal, and stays as it is."""
+@cache
+def register_attention() -> None:
+    """Let transformers know the packed attention by its name."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(ATTENTION, attend)
+
+
+def use_packing(model: PreTrainedModel) -> None:
+    """Give a model packed attention; a vision tower's is not causal, and stays as it is."""
+    register_attention()
     model.set_attn_implementation({"text_config": ATTENTION} if hasattr(model.config, "vision_config") else ATTENTION)
 
 

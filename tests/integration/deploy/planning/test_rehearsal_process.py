@@ -76,6 +76,7 @@ def test_a_question_whose_process_is_killed_fails_in_a_line_and_the_next_has_ano
             one.kill()
         with pytest.raises(TidemillError, match="was killed"):
             asked.result(LIMIT_S)
+    process._process.wait(LIMIT_S)
     assert process.ask(question, LIMIT_S)["parameters"] > 0
     assert not {one.pid for one in servers()} & {one.pid for one in killed}
 

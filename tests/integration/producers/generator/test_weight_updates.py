@@ -148,7 +148,7 @@ async def test_a_generator_waits_for_a_full_disk(config: TidemillConfig, broker:
         folder.rmdir()
         folder.write_text("in the way of the folder")
         publish_weights(broker, training.leader_term, 2, tmp_path)
-        assert "cannot be written" in await alarm(broker)
+        assert "cannot be copied" in await alarm(broker)
         folder.unlink()
         assert await updates.wait_ready(2)
 

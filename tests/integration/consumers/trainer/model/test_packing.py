@@ -29,7 +29,7 @@ from benchmarks.learning.greedy import greedy
 from consumers.trainer.data.packed import lay_out, pack
 from consumers.trainer.model import head
 from consumers.trainer.model.lora import load_policy
-from consumers.trainer.model.packing import ATTENTION
+from consumers.trainer.model.packing import ATTENTION, register_attention
 from consumers.trainer.model.policy import Policy, TokenScores, load_model
 from schemas.errors import ConfigError
 from tests.support.configurations import minimal_config
@@ -187,6 +187,7 @@ def test_windows_are_those_of_the_model_itself(kind: str, window: int) -> None:
 def test_a_model_that_keeps_its_windows_to_itself_stays_padded(monkeypatch: pytest.MonkeyPatch) -> None:
     """The attention gets to know no window, which shows only in longer rows."""
     model = windowed("mistral", 4)
+    register_attention()
     call = ALL_ATTENTION_FUNCTIONS[ATTENTION]
     monkeypatch.setitem(
         ALL_ATTENTION_FUNCTIONS._global_mapping,

@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from consumers.trainer.model import snapshot as snapshot_module
+from consumers.trainer.model.file_layout import SharedFile
 from consumers.trainer.model.policy import Policy, load_model
 from consumers.trainer.model.snapshot import Snapshot
 from consumers.trainer.rank_group import RankGroup
@@ -109,10 +110,10 @@ def test_a_checkpoint_is_not_loaded_over_weights_that_are_still_to_be_copied(
 def test_a_copy_that_fails_lets_the_step_go_on_and_is_reported_by_its_thread(
     rank_group: RankGroup, wire: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken(self: Snapshot) -> None:
+    def broken(self: SharedFile, pieces: object, head: bytes) -> None:
         raise RuntimeError("no memory")
 
-    monkeypatch.setattr(Snapshot, "_copy", broken)
+    monkeypatch.setattr(SharedFile, "write", broken)
     snapshot, _ = rank_group.gather(PROBE, tmp_path / "v")
     with pytest.raises(RuntimeError, match="no memory"):
         snapshot.fill()
