@@ -21,7 +21,7 @@ Prompt: TypeAlias = str | Sequence[ChatMessage]
 
 
 class PolicyTokenizer(Protocol):
-    """The generators' tokenizer, as far as it is used here; producers/tokenizer.py says what it does."""
+    """The part of the generators' tokenizer that is used here; producers/tokenizer.py documents its methods."""
 
     @property
     def eos_id(self) -> int: ...
@@ -39,7 +39,7 @@ class PolicyTokenizer(Protocol):
 
 
 class Placeholders(Protocol):
-    """The generators' places of images, as far as they are used here: see producers/images/placeholders.py."""
+    """The part of the generators' image placeholders that is used here; see producers/images/placeholders.py."""
 
     @property
     def settings(self) -> ImageSettings: ...
@@ -104,7 +104,7 @@ def encode_demonstration(
         raise DataError(f"{where} has an empty answer")
     if allowed is not None and (wrong := [token for token in answer if token not in allowed]):
         raise DataError(f"answer {given.answer!r:.80} has token {wrong[0]}, which model.output_tokens does not match")
-    # After messages an answer ends as the chat template closes one. Where no token can, at sampling.max_tokens.
+    # The chat template closes an answer to messages. If model.output_tokens rules that token out, none is added.
     end = tokenizer.eos_id if messages is None else tokenizer.closing_id(messages)
     answer += [end] if allowed is None or end in allowed else []
     if (tokens := len(prompt) + len(answer)) > max_length:
@@ -113,9 +113,9 @@ def encode_demonstration(
 
 
 def pad(rows: Sequence[Sequence[int]], filler: int) -> tuple[Tensor, Tensor]:
-    """Pad rows of token ids on the right: int64 [R, T], and which of them are the rows' own, bool [R, T].
+    """Pad rows of token ids on the right: int64 [R, T], and a mask of the rows' own tokens, bool [R, T].
 
-    Without rows it is a short one of fillers: a rank that has nothing to do takes part in what the others do.
+    Without rows, the result is one short row of fillers, so that a rank without work takes part in the collectives.
     """
     found = [torch.tensor(row, dtype=torch.int64) for row in rows or [[filler] * 2]]
     own = [torch.ones_like(row, dtype=torch.bool) for row in found]

@@ -119,11 +119,11 @@ class OfflineStep(Generic[Item]):
         evaluate: Callable[[int, float], int | None],
         first: int,
     ) -> None:
-        """Take steps until an evaluation ends the training; the ``first`` one follows this step, counted from 1.
+        """Take steps until an evaluation ends the training. first: number of steps before the first evaluation.
 
-        loss: from a batch, and those of its items that are in a micro-batch, to their part of its loss. lr: learning
-        rate of a step. evaluate: from a step, and the mean loss since the last evaluation, to the step of the next
-        evaluation; None ends the training.
+        loss: given a batch and those of its items that are in a micro-batch, returns their part of the batch's loss.
+        lr: given the number of a step, from 1, returns its learning rate. evaluate: given that number and the mean loss
+        since the last evaluation, returns the step of the next evaluation, or None to end the training.
         """
         due: int | None = first
         losses: list[float] = []
@@ -148,7 +148,7 @@ class OfflineStep(Generic[Item]):
 
 
 def batches(rows: Sequence[Item], size: int, seed: int) -> Iterator[list[Item]]:
-    """Yield batches without end, every epoch in a new order; the last batch of an epoch may be smaller."""
+    """Yield batches without end, in a new order every epoch; the last batch of an epoch may be smaller."""
     generator = torch.Generator().manual_seed(seed)
     while True:
         order = torch.randperm(len(rows), generator=generator).tolist()
@@ -166,7 +166,7 @@ def load_policy(
     dtype: str,
     output_tokens: Sequence[int] | None = None,
 ) -> P:
-    """Load the policy at ``path``; without weights on all ranks but the first, from which these get them."""
+    """Load the policy at ``path`` with its weights on rank 0; the others get theirs from rank 0 when it is sharded."""
     loaded = load_model(path, dtype, model.trust_remote_code, places is not None, not ranks.is_main, model.max_length)
     tower = None if places is None else VisionTower(loaded, places.settings, model.freeze_vision)
     if tower is not None:

@@ -103,7 +103,7 @@ def train_on_pairs(
             trained, margins, packed = _prepare_scorer(model, limits, ranks, tokenizer)
             losses = bradley_terry_loss
         own, other = ([encode(tokenizer, pair, model.max_length, places) for pair in part] for part in (pairs, heldout))
-        # Padded to the longer of its two rows.
+        # Without packing, both rows of a pair are padded to the longer one.
         width: Callable[[Sequence[int]], int] = sum if packed else lambda lengths: 2 * max(lengths)
         cut = MicroBatches[PairIds](ranks, lambda pair: width([len(row.ids) for row in pair]), limits, packed)
         training = _PairwiseTraining(other, settings, cut, ranks, margins, losses, progress)

@@ -68,7 +68,8 @@ class SftProgress:
 class SftResult:
     """Held-out greedy accuracy of the written model, and the optimizer steps and seconds that it took.
 
-    reached: that is the accuracy asked for, else there is no model. settings: digest of all that decides the outcome.
+    reached: whether that is the accuracy asked for; else no model is written. settings: digest of all that decides the
+    outcome.
     """
 
     accuracy: float

@@ -176,7 +176,7 @@ def reward_input(trajectory: Trajectory) -> RewardInput:
     mask = trajectory.loss_mask.data
     start = mask.index(1) if 1 in mask else len(mask)
     tokens = trajectory.tokens.numpy().tolist()
-    # A task that is generated again has other tokens, and another name.
+    # A task that is generated again has other tokens, so its sample gets another name.
     digest = hashlib.blake2b(trajectory.tokens.data, digest_size=8).hexdigest()
     return RewardInput(
         trajectory.prompt,

@@ -175,7 +175,7 @@ class RewardService:
                 self._sample_s += RECENT * (score.seconds - self._sample_s)
         evaluated = [(delivery.message, score) for delivery, score in results if delivery.message.kind == "eval"]
         try:
-            # Before they count; if the broker has no space for these samples, they are dropped.
+            # Samples are kept before their scores count. If the broker has no space for them, they are dropped.
             self._keep(evaluated)
         except (TidemillError, redis.RedisError) as error:
             log.warning("samples of an evaluation are not kept", count=len(evaluated), error=str(error))

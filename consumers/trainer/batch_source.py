@@ -50,8 +50,8 @@ class BatchSource:
     def next(self, new_version: int, stop: StopFlag) -> Batch | None:
         """Return the batch of the next step, which is in the journal; None if asked to stop.
 
-        InfraError after the deadline, or NothingToLearn if a whole batch of groups in a row came until then and taught
-        nothing. RunFailed if trainer.max_failed_groups in a row have failed. new_version: that the step will make.
+        InfraError after the deadline, or NothingToLearn if at least a batch of groups came in a row and taught nothing.
+        RunFailed if trainer.max_failed_groups in a row have failed. new_version: version that the step will make.
         """
         self._taken = []
         self._told_filtered = False
@@ -96,7 +96,7 @@ class BatchSource:
                 return False
 
     def _wait_for_outcomes(self, stop: StopFlag) -> bool:
-        """Wait for outcomes or the end of a pause; False to stop or after all steps, InfraError if too late."""
+        """Wait for outcomes or the end of a pause; False to stop or after the last step, InfraError if too late."""
         pipeline = self._pipeline
         if stop or self._progress.step >= self._context.settings.steps:
             return False
@@ -128,7 +128,10 @@ class BatchSource:
         return True
 
     def _fail_if_filtered(self, pipeline: PipelineSnapshot) -> None:
-        """Raise NothingToLearn if the groups that came, and lately, teach nothing; else generators may be missing."""
+        """Raise NothingToLearn if a step is incomplete because groups teach nothing; a restart would not help.
+
+        If a group taught something, or none has come for long, the step may also be waiting for generators.
+        """
         meter = self.intake.meter
         silent = time.monotonic() - self.intake.filtered_at > self._timeout_s / 2
         if meter.in_vain < pipeline.batch or silent:

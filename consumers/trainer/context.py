@@ -130,7 +130,7 @@ class TrainerContext:
     def create(
         cls, config: TidemillConfig, name: str, broker: Broker, step: Learner, turns: DeviceTurns | None = None
     ) -> Self:
-        """Make the context of a trainer that has loaded nothing yet. turns: on GPUs that generators share."""
+        """Make the context of a trainer that has not loaded anything yet. turns: given if generators share its GPUs."""
         clock = DeviceClock(step.ranks.world)
 
         def entered(phase: str) -> None:

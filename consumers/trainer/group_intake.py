@@ -100,7 +100,7 @@ class GroupIntake:
     def take(
         self, task_ids: Sequence[int], staleness: int, drained: Collection[str] = ()
     ) -> Iterator[tuple[Group, list[ScoredSample]]]:
-        """Load groups, and drop those that are too old, do not fit, or are of generators that are ``drained``."""
+        """Load groups, and drop those that are too old, do not fit the model, or come from ``drained`` generators."""
         version = self._context.progress.version
         taken = [self._buffer.take(task_id) for task_id in task_ids]
         scored = [[outcome for outcome in outcomes if outcome.trajectory_id] for outcomes in taken]
@@ -294,7 +294,7 @@ class GroupIntake:
     def _end_group(
         self, task_id: int, outcomes: Sequence[ScoredSample], reason: str, how: str = "dropped", failure: str = ""
     ) -> None:
-        """End a group without training it; its slot is freed. failure: why it counts in a streak of failures."""
+        """End a group without training it, which frees its slot. failure: the reason if it counts as failed."""
         if failure:
             self._failures.failed(task_id, failure)
         self.meter.drop(reason)

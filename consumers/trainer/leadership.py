@@ -66,7 +66,7 @@ class Leadership:
         return max(self._context.progress.version, self.published) + 1
 
     def restore(self, from_checkpoint: bool) -> None:
-        """Find the run and what was published, after a load; ConfigError if the checkpoint is another run's."""
+        """Find the run's id and published versions, after any load; ConfigError if the checkpoint is another run's."""
         context = self._context
         record = claim_folder(context.config)
         if context.progress.run_id not in ("", record.id):
@@ -82,7 +82,10 @@ class Leadership:
         self._fresh = found is None and not from_checkpoint
 
     def take_over(self, saved: int) -> bool:
-        """Become the trainer, with checkpoints up to the step ``saved``; returns whether the broker was repaired."""
+        """Become the trainer; return whether the broker had to be repaired. saved: the step that checkpoints cover.
+
+        FencedError if a newer trainer has used the folder.
+        """
         context, progress = self._context, self._context.progress
         takeover = context.session.take_over(self._request(saved))
         self.leader_term = takeover.leader_term

@@ -40,7 +40,7 @@ log = structlog.get_logger()
 
 
 class Trainer:
-    """A trainer process. progress: of its weights. pause: follows users' orders. finished: whether the run is."""
+    """A trainer process. progress: what its weights were trained on. finished: whether the run has all its steps."""
 
     def __init__(
         self, config: TidemillConfig, name: str, broker: Broker, step: Learner, turns: DeviceTurns | None = None
@@ -106,7 +106,10 @@ class Trainer:
         return self.checkpoints.replayable()
 
     def unblock_others(self) -> None:
-        """While no batch comes, make room in the broker, publish; RunFailed if no generator can use the weights."""
+        """While no batch comes, finish checkpoints, publish weights and write evaluations: others may wait for them.
+
+        RunFailed if no generator can use the weights.
+        """
         self.checkpoints.poll()
         self.publisher.publish()
         self.refusal_watch.check()

@@ -70,7 +70,7 @@ class PauseFollower:
         return bool(reasons)
 
     def hold(self, stop: StopFlag, drained: bool = False) -> bool:
-        """Wait while paused; True if it was. drained: as in ``follow``. BrokerLost if the orders are lost."""
+        """Wait while paused; return whether it was. drained: as in ``follow``. BrokerLost if the orders are lost."""
         held = False
         while not stop:
             position = self._broker.ledger.change_position()

@@ -85,7 +85,7 @@ class WeightPublisher:
             self._peers.close()
 
     def _open_publication(self) -> WeightPublication:
-        """Return what publishes, and begin to serve peers: not before the takeover, which repairs keys."""
+        """Return what publishes. The first call, after the takeover has repaired keys, begins to serve peers."""
         if self._publication is None:
             settings, connection = self._context.config.trainer.publish, self._context.broker.connection
             # Versions published through peers stay there after the setting was changed.
@@ -113,7 +113,7 @@ class WeightPublisher:
             self._leadership.reserve_version(version)
             self._send(publication, version)
             if self._full or wait:
-                # The disk was full for the version before.
+                # After a version for which the disk was full, wait until this one is written.
                 self._wait_sent()
 
     def _send(self, publication: WeightPublication, version: int) -> None:
@@ -165,7 +165,7 @@ class RefusalWatch:
     def check(self) -> None:
         """Raise RunFailed if generators refuse this version repeatedly, none could use it, and none has another.
 
-        Of the refusals at least one must be since this trainer began, for the cause of others may be fixed. A generator
+        At least one refusal must be newer than this trainer, because the cause of older ones may be fixed. A generator
         that has been silent for long does not count as one that may help; one that is loading does.
         """
         context = self._context

@@ -1,7 +1,7 @@
 """All ranks of one trainer as one object: rank 0 calls, the others follow its commands.
 
-Rank 0 alone knows the broker and what comes next; it sends every other rank a command with all that the rank needs, and
-takes part itself.
+All ranks compute with, gather, save and load a sharded model at once. Rank 0 alone knows the broker and what comes
+next; it sends every other rank a command with all that the rank needs, and takes part itself.
 """
 
 import time
@@ -42,7 +42,7 @@ log = structlog.get_logger()
 class Train(msgspec.Struct, tag="train"):
     """Take an optimizer step over this rank's micro-batches; trace: folder for a profile of it, or nothing.
 
-    lr, steps: as in ``RankGroup.train``. images: bytes by digest. updates: number of micro-batches of each minibatch.
+    lr, steps: as in ``RankGroup.train``. images: bytes by digest. updates: how many micro-batches each minibatch has.
     """
 
     version: int
@@ -89,7 +89,7 @@ _decoder: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)
 
 
 class RankGroup:
-    """All ranks of one trainer, which compute steps, snapshots and checkpoints together: all but rank 0 ``follow``."""
+    """All ranks of one trainer, which make steps, snapshots and checkpoints together; all but rank 0 ``follow``."""
 
     def __init__(
         self, config: TidemillConfig, step: Learner, turns: DeviceTurns | None = None, timer: StepTimer | None = None
@@ -141,7 +141,10 @@ class RankGroup:
         return self._run_step(plan.batch(self.ranks.dp_rank), version, trace)
 
     def gather(self, tokens: Sequence[int], file: Path) -> tuple[Snapshot, npt.NDArray[np.float32]]:
-        """Take the weights, which ``fill`` writes into ``file``, and all tokens' scores but the first's; OSError."""
+        """Take the weights, which ``Snapshot.fill`` must still write into ``file``; OSError if the file can't be made.
+
+        The array has the log-probabilities of all ``tokens`` but the first. The next optimizer step waits for ``fill``.
+        """
         self.hold()
         mark = Snapshots.create(file)
         self._send_to_all(Gather(list(tokens), str(file), mark))
@@ -156,7 +159,10 @@ class RankGroup:
     def save(
         self, *, step: int, version: int, leader_term: int, extra: dict[str, Any], evaluated: bool = False
     ) -> None:
-        """Begin a checkpoint, see CheckpointStore, perhaps in the background; ``wait_saved`` before the next."""
+        """Begin a checkpoint of the current state, see CheckpointStore; call ``wait_saved`` before the next one.
+
+        With trainer.checkpoint.asynchronous, training continues meanwhile. evaluated: see ``CheckpointStore.take``.
+        """
         self.hold()
         self._send_to_all(Save(step, version, leader_term))
         taken = self.checkpoint_store.take(
@@ -225,7 +231,7 @@ class RankGroup:
         return time.monotonic() - started
 
     def offload(self) -> None:
-        """Move the state to main memory, and give shared GPUs; until ``onload`` nothing else may be called."""
+        """Move all ranks' state to main memory, and give shared GPUs away; until ``onload`` call nothing else."""
         self._send_to_all(Act("offload"))
         self._wait_copied()
         if self._writing is not None and not self._asynchronous:

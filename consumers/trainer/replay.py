@@ -39,7 +39,7 @@ class ReplayPlan:
 
 
 def plan_replay(config: TidemillConfig, first: int, last: int | None) -> ReplayPlan:
-    """Plan a replay up to ``last``, the newest checkpoint by default; ConfigError if anything needed is missing."""
+    """Plan a replay up to ``last``, by default the newest checkpoint; ConfigError if a file is missing or damaged."""
     checkpoints, batches = CheckpointStore(config.folder / "checkpoints"), BatchFiles(config.folder)
     goal = checkpoints.at(last)
     last = step_of(goal)
@@ -75,7 +75,7 @@ def run_replay(
     on_step: Callable[[int], None],
     before_step: Callable[[RankGroup, int], None] | None = None,
 ) -> Comparison | None:
-    """Train and compare on every rank; rank 0 returns the answer. before_step: gets the version trained next."""
+    """Train and compare on every rank; rank 0 returns the comparison. before_step: gets the version trained next."""
     torch.set_num_threads(plan.threads)
     torch.manual_seed(config.run.seed)
     ranks = Ranks(config.trainer.rank_deadline_s, ParallelConfig(**plan.parallel))

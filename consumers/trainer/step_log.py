@@ -98,7 +98,7 @@ class StepLog:
         self.write_evaluations()
 
     def write_evaluations(self) -> None:
-        """Write complete evaluations, to metrics.jsonl with the next step; repair open ones that lost a part."""
+        """Write complete evaluations; metrics.jsonl gets them with the next step. Repair open ones that lost a part."""
         evaluation = self._config.eval
         if evaluation is None:
             return

@@ -168,7 +168,7 @@ def verl_keywords(sample: RewardInput, accepts: frozenset[str] | None) -> dict[s
 
 
 def conversation(sample: RewardInput) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Return prompt and completion as messages, as TRL's functions get them for conversational data."""
+    """Return prompt and completion as messages, as TRL passes them to reward functions for conversational data."""
     messages = sample.data.get("messages")
     if isinstance(messages, list) and messages:
         return messages[:-1], messages[-1:]

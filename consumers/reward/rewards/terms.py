@@ -54,19 +54,20 @@ SHARING = ("concurrency", "batch", "wait_ms", "chat")
 
 @dataclass(frozen=True, kw_only=True)
 class Traits:
-    """What a reward function is like, declared by ``@reward(...)``, or by attributes of these names.
+    """What a reward function declares about itself, by ``@reward(...)`` or by attributes of these names.
 
     inline: its time is bounded by the length of its input, so it runs in the service's own process without a deadline;
-    or a function of its arguments that says so. needs: the import it cannot do without, and the extra of tidemill that
-    brings it. check: called with the arguments of the configuration, which have the types of the function's hints;
-    ValueError when one is wrong. settings: parameters that the configuration alone gives, whatever fields the task's
-    data has. Of a built-in one True: all that the configuration may give.
-    concurrency: calls of an async function in flight at once, in a worker of its own. batch: most samples of a call of
-    a function of lists, which waits wait_ms for more; chat, too, says that it is one of lists.
-    secrets: names of environment variables that its worker is shown, of the arguments of the configuration.
-    prepare: called with the arguments of the configuration when a worker starts, so that no call is charged for it.
-    teacher: it returns the log-probability of each token of the sample, and no reward. trains_only: evaluations do not
-    call it; nor do they call a teacher.
+    or a function of its arguments that says so. needs: the import that it cannot do without, and the extra of tidemill
+    that brings it. check: a function that gets the arguments of the configuration, in the types of the reward
+    function's hints, and raises ValueError if one is wrong. settings: parameters that only the configuration gives,
+    whatever fields the task's data has; True for a built-in function: all that the configuration may give.
+    concurrency: how many calls of an async function are in flight at once, in a worker of its own. batch: most samples
+    in a call of a function of lists, which waits wait_ms for more. chat: whether such a function gets messages. Each of
+    the three says that it is one of lists.
+    secrets: a function that returns, given the arguments of the configuration, the names of the environment variables
+    that the worker sees. prepare: called with the same arguments when a worker starts, so that its time counts for no
+    call. teacher: it returns the log-probability of each token of the sample, and no reward. trains_only: evaluations
+    do not call it; nor do they call a teacher.
     """
 
     inline: bool | Callable[..., bool] = False
@@ -88,7 +89,7 @@ class Traits:
 
     @classmethod
     def of(cls, function: Callable[..., Any], term: RewardTerm) -> Self:
-        """Return those of a function, changed by the settings of its term."""
+        """Return the traits that a function declares, with those that the settings of its term replace."""
         found = {one.name: getattr(function, one.name) for one in fields(cls) if hasattr(function, one.name)}
         found |= {name: found.get(name) is True for name in ("teacher", "trains_only")}
         return cls(**found | {name: said for name in SHARING if (said := getattr(term, name)) is not None})
@@ -118,10 +119,11 @@ class Term:
     """A term of the reward, ready to call.
 
     label: its key among the components. accepts: data fields that the function takes, None for all. inline: whether it
-    runs in the service's own process. named: parameters that it names; it gets FIELDS, and what holds the sample, only
-    so. settings: parameters that data never gives. batch: most samples of a call of a function of lists, 0 for others;
-    wait_s: how long a call waits for more. chat: such a function gets messages. None: where the data is conversational.
-    secrets: environment variables that only its worker sees. datasets: whose samples get it, None: all.
+    runs in the service's own process. named: the function's named parameters; it gets one of FIELDS, or of what holds
+    the sample, only if it names it. settings: parameters that data never gives. batch: most samples in a call of a
+    function of lists, 0 for others; wait_s: how long a call waits for more. chat: whether a function of lists gets
+    messages; None: if the data is conversational. secrets: environment variables that only its worker sees. datasets:
+    those whose samples it scores, None for all.
     """
 
     label: str
@@ -203,11 +205,11 @@ class Term:
         return self.function(*given, **(self._keywords(sample) | self.args))
 
     def _takes(self, name: str) -> bool:
-        """Return whether the function takes a field of the data."""
+        """Return whether the function takes the data field ``name``."""
         return (self.accepts is None or name in self.accepts) and name not in self.settings
 
     def _keywords(self, sample: RewardInput) -> dict[str, Any]:
-        """Return what a function of one sample gets: what it names of the sample, and data that it accepts."""
+        """Return the arguments for one sample: parts of it that the function names, and the data that it accepts."""
         own = dict(zip(OWN[self.form], positional(sample), strict=True))
         given = {name: sample.field(name) for name in FIELDS & self.named}
         given |= {name: value for name, value in sample.data.items() if name not in own and self._takes(name)}
@@ -339,7 +341,7 @@ def _resolve_one(term: RewardTerm, label: str, base: Path) -> Term:
 
 
 def _check_sharing(term: RewardTerm, traits: Traits, function: Callable[..., Any], form: Form, where: str) -> None:
-    """Raise ConfigError unless concurrency, batch, wait_ms and chat have sense, and fit the function."""
+    """Raise ConfigError if concurrency, batch, wait_ms or chat contradict each other or do not fit the function."""
     for name, value in (("concurrency", traits.concurrency), ("batch", traits.batch), ("wait_ms", traits.wait_ms)):
         least, kinds = (0, (int, float)) if name == "wait_ms" else (1, int)
         if value is not None and (isinstance(value, bool) or not isinstance(value, kinds) or value < least):

@@ -1,4 +1,4 @@
-"""The RL maths by the names in a configuration, known without PyTorch, so that a wrong one is reported at once."""
+"""The RL maths by the names in a configuration, known without PyTorch, so that a wrong name is reported at once."""
 
 from schemas.plugins import Registry
 

@@ -33,7 +33,7 @@ Advantage: TypeAlias = Callable[[Floats, Ints], Floats]
 
 
 def has_signal(rewards: Sequence[float], least_std: float = 0.0) -> bool:
-    """Return whether rewards of a group differ, with a standard deviation (over n) above ``least_std``."""
+    """Return whether a group's rewards differ, with a standard deviation (over n) above ``least_std``."""
     return len(rewards) > 0 and max(rewards) > min(rewards) and float(np.std(rewards)) > least_std
 
 
@@ -76,7 +76,7 @@ def rloo(rewards: Floats, groups: Ints) -> Floats:
 
 
 def lite_ppo(rewards: Floats, groups: Ints, eps: float = 1e-6) -> Floats:
-    """A = (R - group mean) / (std + eps), std that of all rewards of the batch, with n-1 (arXiv:2508.08221)."""
+    """A = (R - group mean) / (std + eps), with the std (over n-1) of the whole batch's rewards (arXiv:2508.08221)."""
     std = float(np.std(rewards, ddof=1)) if rewards.size > 1 else 0.0
     return centered(rewards, groups) / (std + eps)
 
@@ -222,7 +222,7 @@ class Gae:
 def whiten(
     values: Sequence[Tensor], masks: Sequence[Tensor], all_reduce_sum: AllReduceSum, eps: float = 1e-5
 ) -> list[Tensor]:
-    """(values - mean) / (std + eps), std with n-1, over all micro-batches' and ranks' loss tokens; each [R, T]."""
+    """(values - mean) / (std + eps), each [R, T]; mean and std (over n-1) are of all loss tokens of all ranks."""
     chosen = [torch.where(mask, value, 0).double() for value, mask in zip(values, masks, strict=True)]
     counts = [mask.sum().double() for mask in masks]
     total, tokens = all_reduce_sum(_sums([torch.stack([c.sum(), n]) for c, n in zip(chosen, counts, strict=True)], 2))

@@ -105,7 +105,7 @@ class BoundLoss:
 
     @classmethod
     def load(cls, name: str, args: dict[str, Any], base: Path | None = None, where: str = "trainer.loss") -> Self:
-        """Load a loss; ConfigError names the setting ``where``. base: where users' own files are looked up."""
+        """Load a loss; ConfigError, naming the setting ``where``, if that fails. base: folder of users' own files."""
         written = LOSSES.get(name, base)
         bound = bind(where, written, args)
         # A function's attributes are on the function itself, those of a class on what was built of it.
@@ -136,7 +136,7 @@ def bounded_difference(logprobs: Tensor, others: Tensor, mask: Tensor) -> Tensor
 def clipped_surrogate(
     ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float, dual_clip: float | None
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """PPO's term, as in ``ppo``, for any ratio [R, T], and bool [R, T]: ``clipped``, and by which bound."""
+    """Return PPO's term, as in ``ppo``, for any ratio [R, T], and where its gradient is zero, bool [R, T], by bound."""
     plain = -advantages * ratio
     bounded = -advantages * ratio.clamp(1 - clip_low, 1 + clip_high)
     loss = torch.maximum(plain, bounded)
@@ -180,7 +180,7 @@ def dapo(inputs: LossInputs, *, clip_low: float = 0.2, clip_high: float = 0.28) 
 
 
 def dr_grpo(inputs: LossInputs, *, clip_low: float = 0.2, clip_high: float = 0.2) -> LossOutput:
-    """PPO's term with the advantage ``centered``, the aggregation ``constant`` (Dr. GRPO, arXiv:2503.20783)."""
+    """PPO's term, for the advantage ``centered`` and the aggregation ``constant`` (Dr. GRPO, arXiv:2503.20783)."""
     return ppo(inputs, clip_low=clip_low, clip_high=clip_high, dual_clip=None)
 
 
@@ -283,8 +283,8 @@ def gspo(inputs: LossInputs, *, clip_low: float = 3e-4, clip_high: float = 4e-4)
 class M2po:
     """PPO without the tokens of largest (log rollout - log proximal)^2: so many that the others' mean is below 0.04.
 
-    The mean is over the whole optimizer step, all micro-batches and ranks (M2PO, arXiv:2510.01161). The proximal
-    policy is that of the step's start, to measure how far it has really moved. What is left is clipped as in ``ppo``.
+    The mean is over the whole optimizer step, all micro-batches and ranks (M2PO, arXiv:2510.01161). The proximal policy
+    is that of the step's start, so that the gap shows how far it has moved. What is left is clipped as in ``ppo``.
     """
 
     second_moment: float = 0.04

@@ -83,7 +83,7 @@ def load_advantages(config: TidemillConfig) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Objective:
-    """What training minimises. others: losses of datasets with their own, numbered from 1 by ``LossInputs.loss``."""
+    """The function that training minimises. others: datasets' own losses, numbered from 1 by ``LossInputs.loss``."""
 
     loss: LossFunction
     rules: tuple[Rule, ...]

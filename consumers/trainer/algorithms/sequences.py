@@ -46,7 +46,7 @@ class Sequences:
         return torch.where(self.mask, F.pad(values.flatten(), (0, 1))[self._next[:-1]].view(values.shape), 0)
 
     def sum_backwards(self, values: Tensor, factor: float) -> Tensor:
-        """out_t = values_t + factor * out_(t+1) at loss tokens, [R, T], else 0 (doubling: Hillis, Steele 1986)."""
+        """out_t = values_t + factor * out_(t+1) at loss tokens, [R, T], else 0; by doubling (Hillis, Steele 1986)."""
         out, ahead, reach = F.pad(torch.where(self.mask, values, 0).flatten(), (0, 1)), self._next, 1
         while reach < len(out) - 1:
             out = out + factor**reach * out[ahead]

@@ -1,6 +1,7 @@
 """The batches of a run on disk, a file a step, for ``tidemill replay``; written with ``trainer.record``.
 
-A file, which lacks texts, is flushed before a checkpoint covers its step, and removed before the oldest checkpoint.
+A step's file is flushed before a checkpoint covers the step, because the broker then forgets the samples. It lacks
+their texts. Files of steps before the oldest checkpoint are removed.
 """
 
 from __future__ import annotations
@@ -86,7 +87,7 @@ def step_record(groups: Sequence[Group], **fields: Any) -> StepRecord:
         groups=[
             RecordedGroup(
                 group.task_id,
-                # Training does not read the rest.
+                # Training reads neither the texts nor the data of a sample.
                 [msgspec.structs.replace(each, prompt="", completion="", data={}) for each, _ in group.samples],
                 [reward for _, reward in group.samples],
                 dict(group.images),

@@ -27,7 +27,7 @@ class Comparison:
 
 
 def compare(train: Learner, path: Path) -> Comparison:
-    """Compare weights and optimizers with a whole checkpoint's, part by part in memory; every rank must call this."""
+    """Compare weights and optimizers with a checkpoint's, one part in memory at a time; every rank must call this."""
     compared = 0
     differs: dict[str, float] = {}
     for part, ours in tensors_of(train).items():

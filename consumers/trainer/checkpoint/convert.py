@@ -1,4 +1,4 @@
-"""A checkpoint as a Hugging Face model with its tokenizer: one process reads the policy's weights, and nothing else."""
+"""A checkpoint as a Hugging Face model with its tokenizer: one process reads the policy's weights and nothing else."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -42,7 +42,7 @@ def export_checkpoint(
 
 
 def load_trained(config: TidemillConfig, path: Path) -> Policy:
-    """Load the policy of a checkpoint; ConfigError if it is of another model."""
+    """Load the policy of a checkpoint; ConfigError if the checkpoint is of another model."""
     if config.model.kind == "mlp":
         policy = cast(Policy, Actor(PolicyShape.read(config.model.path)))
     else:

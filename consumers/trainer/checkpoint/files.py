@@ -50,7 +50,10 @@ def note_digests(aside: Path, rank: int, files: Sequence[Path]) -> None:
 
 
 def complete(aside: Path, path: Path) -> None:
-    """Write the marker into ``aside``, with the digests that ranks noted, and rename it to ``path``, durably."""
+    """Write the marker into the folder ``aside``, and rename it to ``path`` once all of it is on the disk.
+
+    Only files whose digest no rank has noted are read.
+    """
     known: dict[str, str] = {}
     for noted in aside.glob(f"{_NOTED}*"):
         known |= json.loads(noted.read_text(encoding="utf-8"))

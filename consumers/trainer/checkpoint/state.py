@@ -25,7 +25,7 @@ from consumers.trainer.step.learner import Learner
 
 
 def tensors_of(train: Learner, critic: bool = True) -> dict[str, Any]:
-    """Return state dictionaries of models and optimizers by name. critic: whether the critic's count."""
+    """Return state dictionaries of models and optimizers by name. critic: whether those of the critic are included."""
     tensors: dict[str, Any] = {}
     for name, (module, update) in train.parts().items():
         if name != "critic" or critic:

@@ -64,7 +64,7 @@ class Taken:
 
 @dataclass(frozen=True)
 class Restored:
-    """A checkpoint's part beside tensors. difference: a line if only it, or only the configuration, has a critic."""
+    """What a checkpoint has beside tensors. difference: a line if only it, or only the configuration, has a critic."""
 
     step: int
     version: int
@@ -73,7 +73,10 @@ class Restored:
 
 
 class CheckpointStore:
-    """The checkpoints in ``folder``: the newest ``keep``, and ``keep_best`` others. All ranks call the same."""
+    """The checkpoints in ``folder``; every rank makes the same calls.
+
+    keep: how many of the newest are kept; keep_best: how many others of versions with the best evaluations.
+    """
 
     def __init__(self, folder: Path, keep: int = 2, keep_best: int = 0) -> None:
         self.folder = folder
@@ -159,7 +162,7 @@ class CheckpointStore:
         return path
 
     def newest(self) -> tuple[Path | None, list[str]]:
-        """Find the newest checkpoint whose files are as they were written, and a line on each damaged newer one."""
+        """Find the newest checkpoint whose files are as they were written, with a line on each damaged newer one."""
         refused: list[str] = []
         for path in self._all():
             problem = damage(path)
@@ -209,7 +212,7 @@ class CheckpointStore:
         return min(steps) if len(steps) == self.keep else 0
 
     def load(self, path: Path, train: Learner) -> Restored:
-        """Load ``path`` into ``train``, on any number of ranks; InfraError if damaged, ConfigError of another model."""
+        """Load ``path`` on any number of ranks; InfraError if it is damaged, ConfigError if it is of another model."""
         with train.ranks.on_all_ranks(f"checkpoint {path} is damaged", InfraError):
             whole, self._whole = self._whole, None
             if train.ranks.is_main and path != whole and (problem := damage(path)):

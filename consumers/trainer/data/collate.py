@@ -106,7 +106,7 @@ class MicroBatch:
 
 
 def collate(rows: Sequence[TrainRow], images: ImageFiles | None = None) -> MicroBatch:
-    """Make a micro-batch's tensors; without rows one short row without loss, for a rank's part in collectives."""
+    """Make the tensors of one micro-batch. Without rows it has one short row without loss, for the collectives."""
     longest = max((len(row.cut.tokens) for row in rows), default=0)
     shape = (max(1, len(rows)), max(2, longest))
 

@@ -8,7 +8,7 @@ from schemas.messages import BatchRecord, Trajectory
 
 @dataclass(frozen=True)
 class Group:
-    """A prompt's samples with their rewards; a partial group has fewer. images: their images' bytes by digest."""
+    """A prompt's samples with rewards; a partial group has fewer than asked for. images: bytes of images by digest."""
 
     task_id: int
     samples: Sequence[tuple[Trajectory, float]]

@@ -104,7 +104,7 @@ def shares_of_families(
     families: Sequence[RowFamily],
     token: float,
 ) -> Shares:
-    """Deal packed rows with families or halves together, if that is faster: a shared token saves ``token``."""
+    """Deal packed rows; families or their halves stay together if that is faster. token: cost of a shared token."""
 
     def whole(parts: Sequence[RowFamily]) -> Shares:
         dealt = shares(
@@ -123,7 +123,7 @@ def shares_of_families(
 
     halves = [half for family in families for half in family.halves()]
     plans = (whole(families), whole(halves), shares(costs, lengths, dp_size, max_tokens))
-    # Sharded ranks wait for each other in every micro-batch.
+    # Sharded ranks wait for each other in every micro-batch, so that the slowest one of each counts.
     return min(
         plans, key=lambda dealt: sum(max(each) for each in zip(*work(dealt, costs, families, token), strict=True))
     )
@@ -232,7 +232,7 @@ def _refine(
 
 
 def find_families(tokens: Sequence[npt.NDArray[np.int32]], groups: Sequence[int], most: int) -> list[RowFamily]:
-    """Deal all rows to families of at most ``most`` tokens. tokens: int32 [L] of each row. groups: index of each."""
+    """Put rows into families of at most ``most`` tokens. tokens: int32 [L] of each row. groups: each row's group."""
     members = defaultdict(list)
     for row, group in enumerate(groups):
         members[group].append(row)
@@ -255,7 +255,10 @@ def find_families(tokens: Sequence[npt.NDArray[np.int32]], groups: Sequence[int]
 
 
 def count_shared(families: Sequence[RowFamily], micro_batches: Sequence[Sequence[int]]) -> list[int]:
-    """Count each micro-batch's tokens that its rows share; 0 below WORTH_IT of all, when the model shares nothing."""
+    """Count the tokens that each micro-batch need not compute, because its rows of one family share them.
+
+    The count is 0 if it is below WORTH_IT of the tokens read: the model then computes each row by itself.
+    """
     places = {row: (f, place) for f, family in enumerate(families) for place, row in enumerate(family.rows)}
     found = []
     for rows in micro_batches:

@@ -59,7 +59,7 @@ class ImageFiles:
     files: Mapping[str, bytes]
 
     def batch(self, rows: Sequence[Sequence[PlacedImage]], length: int) -> ImageBatch | None:
-        """Return the images of rows padded to ``length``, None without any; DataError if one is missing or unfit."""
+        """Return the images of rows padded to ``length``, None without any; DataError if one is missing or misfits."""
         if not any(rows):
             return None
         cut: dict[str, tuple[npt.NDArray[np.float32], Grid]] = {}

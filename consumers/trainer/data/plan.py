@@ -1,6 +1,7 @@
 """The plan of a step: samples are cut into rows, get credit and weights, and are dealt to ranks.
 
-Each stage is a function, and no tensor is made before the last. The same groups give the same plan: a replay is exact.
+Each stage is a function, and no tensor is made before the last one. The same groups give the same plan, so that a
+replay is exact.
 """
 
 from __future__ import annotations
@@ -56,7 +57,10 @@ def give_credit(advantage: AnyAdvantage, samples: Samples, by_name: bool) -> Cre
 def weigh(
     samples: Samples, shares: Floats, aggregation: Aggregation, max_tokens: int, mask_truncated: bool = False
 ) -> Floats:
-    """Weigh samples by loss tokens in all rows; DataError if not finite. shares: factors [S], at 0 not in the means."""
+    """Weigh samples by their loss tokens in all rows; DataError if a weight is not a finite number.
+
+    shares: float64 [S], a factor of each sample's weight; where it is 0, the sample counts in no mean.
+    """
     masked = (samples.truncated & mask_truncated) | (shares == 0)
     counted = np.where(masked, 0, samples.lengths)
     if not shares.any():
@@ -162,7 +166,7 @@ class StepPlan:
 
 @dataclass(frozen=True)
 class StepBatch:
-    """A rank's part of a step; plan: all of it, where it was made. updates: micro-batches of each minibatch."""
+    """A rank's part of a step. plan: the whole, on the rank that made it. updates: micro-batches of each minibatch."""
 
     micro_batches: list[MicroBatch]
     plan: StepPlan | None = None
@@ -214,7 +218,7 @@ class StepPlanner:
         return None if self.images is None else ImageFiles(self.images, bodies)
 
     def plan(self, groups: Sequence[Group]) -> StepPlan:
-        """Plan a step over all ranks; DataError unless each sample's advantage and weight is one finite number."""
+        """Plan a step over all ranks; DataError unless every advantage and weight of a sample is a finite number."""
         samples = cut(groups)
         datasets = [trajectory.dataset for trajectory in samples.trajectories]
         advantages = [None if one in self.unrewarded else self.advantages.get(one, self.advantage) for one in datasets]
@@ -228,7 +232,7 @@ class StepPlanner:
         supervised = np.array([self.supervised_weights.get(dataset, 0.0) for dataset in datasets])
         parts = (rewarded, taught, supervised)
         if self.minibatches > 1 and samples.rows:
-            # Whole groups, spread evenly, in the order of their task ids.
+            # A minibatch has whole groups. They are spread evenly, in the order of their task ids.
             count = int(samples.groups.max()) + 1
             minibatch = samples.groups * min(self.minibatches, count) // count
             weights, teacher, given = (weigh_minibatches(samples, minibatch, each, self._weigh) for each in parts)

@@ -170,7 +170,7 @@ def cut_rows(trajectory: Trajectory, sample: int) -> list[CutRow]:
 
 
 def _images(images: Sequence[PlacedImage], places: npt.NDArray[np.int64]) -> list[PlacedImage]:
-    """Return the images in a row, whose tokens are at ``places`` of the sample; DataError for a part of one."""
+    """Return the images of the row that has the sample's tokens ``places``; DataError if it has a part of an image."""
     found = []
     for image in images:
         start, end = np.searchsorted(places, (image.start, image.end)).tolist()

@@ -1,6 +1,7 @@
 """Bytes between rank 0 and the other ranks of a trainer, apart from the collectives of the model.
 
-A wait is as long as a batch takes: without a deadline, because watchdog.py ends a rank whose peer is gone.
+A rank may wait here for as long as a batch takes. There is no deadline, because watchdog.py ends a rank whose peer is
+gone.
 """
 
 from datetime import timedelta
@@ -12,7 +13,7 @@ FOREVER = timedelta(days=365)
 
 
 class Channel:
-    """A connection with rank 0, which all ranks make at the same point. group: for collectives in the same thread."""
+    """A connection of each rank with rank 0; all make it at the same point. group: for collectives of this thread."""
 
     def __init__(self) -> None:
         self.group = dist.new_group(backend="gloo", timeout=FOREVER)

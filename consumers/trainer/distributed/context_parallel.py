@@ -33,7 +33,7 @@ def exchange_to_tokens(tensor: Tensor, part: Part) -> Tensor:
 
 
 def gather_tokens(values: Tensor, part: Part) -> Tensor:
-    """Gather the slices [N / C, ...] to [N, ...]. All ranks compute one loss of it: each keeps its slice's gradient."""
+    """Gather the ranks' slices [N / C, ...] to [N, ...]; in backward, each rank keeps its slice of the gradient."""
     out: Tensor = _Gather.apply(values, part)  # type: ignore[no-untyped-call]
     return out
 

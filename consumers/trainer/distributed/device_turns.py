@@ -80,7 +80,7 @@ class DeviceTurns:
         self._deadline_s = deadline_s
         own = set(shared.generators)
         self._locks = [(trainer_lock(shared.folder), False)] if main else []
-        """With each, whether it is held shared."""
+        """Pairs of a lock and whether it is held shared, as a generator's is."""
         self._locks += [(generator_lock(shared.folder, name), True) for name in shared.generators]
         self._held: list[DeviceLock] = []
         self._toucher: LockToucher | None = None

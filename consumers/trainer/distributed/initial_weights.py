@@ -16,13 +16,13 @@ from schemas.errors import ConfigError
 
 
 class InitialWeights:
-    """A model's weights on their way from rank 0 to all: after ``agree`` a rank cuts the model and fills each part.
+    """A model's weights on their way from rank 0: every rank calls ``agree``, cuts the model, and fills each part.
 
-    described: on rank 0 the names, shapes and types of all tensors, and which are one; "" on the others.
+    described: on rank 0 the names, shapes and types of all tensors, and which are tied; "" on the others.
     """
 
     def __init__(self, model: nn.Module, main: bool, kept: torch.dtype | None = None) -> None:
-        """main: whether these weights are what all ranks get. kept: type of parameters then, by default theirs."""
+        """main: whether all ranks get these weights. kept: the type that parameters get, by default their own."""
         self._main = main
         self._tensors: dict[str, Tensor] = {}
         self._places: list[tuple[nn.Module, str]] = []

@@ -17,7 +17,7 @@ _OUTSIDE = "192.0.2.1"
 
 
 def choose_interface(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Have gloo listen where other machines are reached, unless the user or torchrun's environment says otherwise."""
+    """Have gloo listen where the trainer's other machines reach this one, unless the user has named an interface."""
     alone = environment.get("LOCAL_WORLD_SIZE") == environment.get("WORLD_SIZE")
     if alone or _IFNAME in environment or "WORLD_SIZE" not in environment:
         return

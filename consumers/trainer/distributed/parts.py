@@ -27,7 +27,7 @@ class Part:
 
 
 def plain_parts(tensor: Tensor) -> dict[str, Tensor]:
-    """Return the plain tensors by name that a rank's part consists of: "", or several of a moment in 8 bits."""
+    """Return the plain tensors, by name, of this rank's part of a tensor: one named "", or those of an 8-bit moment."""
     own = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     if not is_traceable_wrapper_subclass(own):
         return {"": own}

@@ -60,7 +60,7 @@ class Ranks:
     """
 
     def __init__(self, timeout_s: float = COLLECTIVE_TIMEOUT_S, parallel: ParallelConfig | None = None) -> None:
-        """Join the process group, with a deadline for collectives; ConfigError if ``parallel`` does not fit."""
+        """Join the process group; ConfigError if ``parallel`` does not fit it. timeout_s: deadline of collectives."""
         choose_interface()
         process_group = InitProcessGroupKwargs(timeout=timedelta(seconds=timeout_s))
         with _own_settings():
@@ -136,7 +136,10 @@ class Ranks:
     def on_all_ranks(
         self, what: str, kind: type[InfraError] = DiskError, channel: Channel | None = None
     ) -> Iterator[None]:
-        """If the work on files fails on one rank, all raise ``kind`` with ``what``. channel: of another thread."""
+        """Enclose work on files that every rank does: if it fails on one, all raise ``kind`` with the text ``what``.
+
+        channel: ``background_channel`` if this is done in another thread than training.
+        """
         problem, cause = "", None
         try:
             yield
@@ -164,7 +167,7 @@ class Ranks:
         return text
 
     def local_share(self, rows: Sequence[T]) -> tuple[list[T], list[float]]:
-        """Return this rank's part of rows, as long as all others': filled up with the first, and weights 1 or 0."""
+        """Return this rank's part of rows, and weights: 1, or 0 for a first row that fills up a shorter part."""
         places = range(self.dp_rank, -(-len(rows) // self.dp_size) * self.dp_size, self.dp_size)
         return [rows[i] if i < len(rows) else rows[0] for i in places], [float(i < len(rows)) for i in places]
 
@@ -237,7 +240,7 @@ class Ranks:
         (loss * self._gradient_parts if self._gradient_parts > 1 else loss).backward()
 
     def clip_grad_norm(self, parameters: Iterable[nn.Parameter], limit: float) -> float:
-        """Scale gradients to a global norm of at most ``limit``; returns the norm before, to the bit on all ranks."""
+        """Scale gradients to a global norm of at most ``limit``; return the norm before, bit-identical on all ranks."""
         gradients = [p.grad for p in parameters if p.grad is not None]
         local = [local_part(gradient) for gradient in gradients]
         squares = torch.stack(torch._foreach_norm(local)).double().square().tolist() if local else []

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from schemas.errors import ConfigError
 
-if TYPE_CHECKING:  # loading it takes seconds, and a policy of model.kind mlp does without
+if TYPE_CHECKING:  # importing it takes seconds, and model.kind mlp does not need it
     from transformers import PreTrainedModel
 
 # Of a weight that is cut and sharded it says that two gathers make it whole, and so it is.
@@ -23,7 +23,10 @@ logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERR
 
 
 def cut_layers(model: PreTrainedModel, mesh: DeviceMesh, experts_whole: bool = False) -> None:
-    """Cut a loaded model over a mesh; ConfigError without a plan. experts_whole: experts are dealt out, not cut."""
+    """Cut a loaded model over a mesh of one dimension; ConfigError if it has no plan.
+
+    experts_whole: whether experts are dealt to the ranks, which send each other tokens, instead of being cut.
+    """
     from transformers.distributed.tensor_parallel import apply_expert_parallelism, apply_tensor_parallelism
 
     plan = tensor_plan(model, mesh.size())

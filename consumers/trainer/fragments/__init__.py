@@ -1,1 +1,1 @@
-"""Small policies that act in environments with numbers, in the place of models of tokens; all around is the same."""
+"""Small policies that act in environments with numbers; their step takes the place of the step over tokens."""

@@ -17,7 +17,10 @@ LEAST_LOG_STD, MOST_LOG_STD = LOG_STD_BOUNDS
 
 
 def _perceptron(shape: PolicyShape, first: int, last: int, last_gain: float, norm: Norm = "none") -> nn.Sequential:
-    """Return orthogonal layers (arXiv:2005.12729). norm: layer, after each but the last, or batch, before each."""
+    """Return linear layers with orthogonal weights (arXiv:2005.12729) and activations between them.
+
+    norm: "layer" adds a norm after each linear layer but the last, "batch" one before each linear layer.
+    """
     layers: list[nn.Module] = []
     sizes = [first, *shape.hidden, last]
     for k, (size, following) in enumerate(pairwise(sizes), start=2):
@@ -64,8 +67,8 @@ class Pixels(nn.Sequential):
 class Actor(nn.Module):
     """A policy: a categorical distribution of each part of an action, a normal one, or one that tanh squashes.
 
-    The deviations of the second do not depend on what is seen. As models of text without them it has no adapter,
-    vision, router_replay or output_tokens.
+    The deviations of a normal distribution do not depend on the observation. Like a model of text without them, it has
+    None for adapter, vision, router_replay and output_tokens.
     """
 
     adapter = vision = router_replay = output_tokens = None
@@ -156,7 +159,7 @@ class TwinCritic(nn.Module):
         return torch.stack([network(joined)[:, 0] for network in (self.target if target else self.q)])
 
     def of_both_steps(self, now: tuple[Tensor, Tensor], following: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """Return values, float32 [Q, M] both, of these pairs and, without gradient, of the following ones."""
+        """Return the values, float32 [Q, M], of observations and actions, and of the next step's without gradient."""
         if self.target:
             with torch.no_grad():
                 values = self(*following, target=True)
@@ -177,7 +180,7 @@ class TwinCritic(nn.Module):
 
 
 class ValueNetwork(nn.Module):
-    """A critic: a perceptron for the value of a state. returns: moments of discounted returns, to scale rewards."""
+    """A critic: the value of a state, by a perceptron. returns: moments of discounted returns, which scale rewards."""
 
     def __init__(self, shape: PolicyShape, scale_rewards: bool = False) -> None:
         super().__init__()

@@ -11,7 +11,7 @@ from schemas.messages import Trajectory
 
 @dataclass(frozen=True)
 class FragmentPlan:
-    """A step's fragments with their rewards, and its planner. groups: of each sample. images: None, as of text."""
+    """A step's fragments with their rewards. groups: of each sample, its group's number. images: None, as for text."""
 
     samples: Sequence[tuple[Trajectory, float]] = ()
     groups: Sequence[int] = ()

@@ -36,7 +36,7 @@ class ReplayBuffer:
     """
 
     def __init__(self, run: Path, size: int, observed: int, acts: int, demonstrations: Path | None = None) -> None:
-        """run: the run's folder. demonstrations: a folder of such files, which stay; ConfigError if of no use."""
+        """run: the run's folder. demonstrations: folder of a buffer's files, never evicted; ConfigError if unfit."""
         self._run, self._size = run, size
         self.count = 0
         shapes = {"observations": (observed,), "actions": (acts,), "rewards": (), "terminated": ()}
@@ -86,7 +86,10 @@ class ReplayBuffer:
         return {name: torch.from_numpy(values) for name, values in drawn.items()}
 
     def state(self) -> dict[str, Any]:
-        """Write what is in no file yet, delete files that nothing names; returns count and files. DiskError."""
+        """Write the transitions that no file has, delete files that are not needed, and return what ``restore`` takes.
+
+        DiskError if the disk can't be written. A file is needed while the buffer or a kept checkpoint names it.
+        """
         oldest = self.count - self.filled
         self._files = [file for file in self._files if file[2] > oldest]
         start = max(self._files[-1][2] if self._files else 0, oldest)

@@ -1,4 +1,4 @@
-"""Metrics of each of a run's datasets, over all complete groups: a mixture's mean hides a solved or hopeless part."""
+"""Metrics of each dataset, over all complete groups: the mean of a mixture hides a part that is solved or hopeless."""
 
 from collections.abc import Mapping, Sequence
 

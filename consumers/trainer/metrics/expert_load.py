@@ -1,4 +1,4 @@
-"""How evenly the routers of a mixture of experts spread tokens: it shows here before it shows in the loss.
+"""How evenly the routers of a mixture of experts spread tokens; an imbalance shows here before it shows in the loss.
 
 transformers' experts have no capacity: none drops a token, however many are sent to it.
 """

@@ -1,6 +1,6 @@
 """Metrics of prompt groups and samples before the filter, counted from one step to the next.
 
-A step trains the groups that teach something; how many are always or never solved shows only in all of them.
+A step trains the groups that teach something; how many are always or never solved shows only in all complete groups.
 """
 
 import math
@@ -32,7 +32,7 @@ class GroupMeter:
         """Number of filtered groups since the last one that taught something, or the last step."""
 
     def add(self, rewards: Sequence[float], signal: bool, solved: Sequence[float] = ()) -> None:
-        """Count a complete group; signal: whether rewards differ. solved: per sample, right from 1, wrong up to 0."""
+        """Count a group. signal: whether rewards differ. solved: per sample, 1 or more if right, 0 or less if wrong."""
         self._groups += 1
         self._without_signal += not signal
         self._rewards += rewards

@@ -26,7 +26,7 @@ MOST_GENERATORS = 32
 
 @dataclass(frozen=True)
 class SampleMismatch:
-    """Sums over a sample's loss tokens, as in StepMeter. age: of its oldest token. process: of the generator."""
+    """Sums over a sample's loss tokens, as in StepMeter. age: of its oldest token. process: the generator's process."""
 
     generator: str
     age: int
@@ -145,7 +145,7 @@ def _usual_by_age(samples: Sequence[SampleMismatch], pools: Mapping[str, str]) -
 
 
 def mismatch_metrics(samples: Sequence[SampleMismatch], pools: Mapping[str, str] | None = None) -> dict[str, float]:
-    """Return gap, KL and tokens of each generator and of ``pools``, over all tokens of a step and by age."""
+    """Return gap, KL and tokens of each generator and pool, in all and by tokens' age. pools: by generator."""
     sums: dict[tuple[str, str], list[float]] = {}
     for one in samples:
         names = [f"mismatch/{one.generator}"]

@@ -146,7 +146,10 @@ class StepMeter:
 
     @classmethod
     def combine(cls, meters: Sequence[Self], epochs: int) -> Self:
-        """Combine updates: a token counts once, as a mean over epochs; gaps and samples are the first update's."""
+        """Combine the updates of a step, of all ranks: each token counts once, with its mean over the epochs.
+
+        The gap to the rollout policy, and ``samples``, are those of the first update, before any weight changed.
+        """
         if len(meters) == 1:
             return meters[0]
         first = meters[0]

@@ -14,7 +14,7 @@ log = structlog.get_logger()
 
 
 class StepTimer:
-    """Adds up seconds of phases. entered: gets the phase that begins or is open again, "" outside of all."""
+    """Adds up the seconds of phases. entered: called with the phase that begins or resumes, "" outside of phases."""
 
     def __init__(
         self, now: Callable[[], float] = time.perf_counter, entered: Callable[[str], None] = lambda _: None
@@ -49,7 +49,7 @@ class StepTimer:
             self._spent[name] -= seconds
 
     def lap(self) -> dict[str, float]:
-        """Return each phase's seconds since the last lap, ``other`` for the rest, ``total`` for all but ``paused``."""
+        """Return each phase's seconds since the last lap, ``other`` for the rest, and ``total`` without ``paused``."""
         now = self._now()
         passed, spent = now - self._began, dict(self._spent)
         self._began = now

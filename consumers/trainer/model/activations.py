@@ -1,7 +1,7 @@
 """The part of a forward pass that is kept until backward: less memory for more time, and the same gradient.
 
-Layers may be computed again in backward, all but their attention perhaps, whose cost grows with the square of a
-sample's length; what is kept between layers may wait in main memory.
+Layers may be computed again in backward, wholly or all but their attention, whose cost grows with the square of a
+sample's length. What is kept between layers may wait in main memory.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 
 from schemas.config.trainer import CHECKPOINTED_FROM
 
-if TYPE_CHECKING:  # loading it takes seconds, and a policy of model.kind mlp does without
+if TYPE_CHECKING:  # importing it takes seconds, and model.kind mlp does not need it
     from transformers import PreTrainedModel
 
 Checkpointing = bool | Literal["auto", "selective"]

@@ -1,7 +1,7 @@
 """The model's layers, compiled: fewer and larger kernels for the same computation.
 
-Each by itself, so that one compilation serves all and works with activation checkpointing and FSDP2. Numbers of tokens
-are symbols: a batch of another size is not compiled again.
+Each layer is compiled by itself, so that one compilation serves all and works with activation checkpointing and FSDP2.
+Numbers of tokens are symbols: a batch of another size is not compiled again.
 """
 
 import os
@@ -18,7 +18,7 @@ log = structlog.get_logger()
 
 
 def compile_layers(model: nn.Module, device: str) -> int:
-    """Compile each layer's forward for this device, before sharding; returns how many, 0 without a compiler."""
+    """Compile each layer for this device, before the model is sharded; return their number, 0 without a compiler."""
     lacking = what_lacks(device)
     if lacking is not None:
         log.warning(f"trainer.compile is left out: {lacking}")

@@ -33,7 +33,7 @@ from consumers.trainer.distributed.ranks import Ranks, local_part
 from consumers.trainer.model.policy import DTYPES
 from schemas.messages import TensorSpec
 
-if TYPE_CHECKING:  # loading it takes seconds, and a policy of model.kind mlp does without
+if TYPE_CHECKING:  # importing it takes seconds, and model.kind mlp does not need it
     from transformers import PreTrainedModel
 
 Shapes = dict[str, tuple[int, ...]]
@@ -68,7 +68,7 @@ class TensorConversion:
     by_rows: bool = False
 
     def apply(self, tensors: Sequence[Tensor], first: int = 0) -> dict[str, Tensor]:
-        """Convert ``sources``' tensors, of rows those from ``first`` on; a changed one needs memory for a copy."""
+        """Convert the tensors of ``sources``; if they change, a copy is made. first: index of the first row given."""
         if self.model is None:
             return dict(zip(self.shapes, tensors, strict=True))
         made = _revert(self.model, dict(zip(self.sources, tensors, strict=True)))
@@ -157,7 +157,7 @@ class FileLayout:
 
     @property
     def _offsets(self) -> list[int]:
-        """Where each tensor begins behind the head, and where the last one ends."""
+        """Return the byte behind the head at which each tensor begins, and the one at which the last ends."""
         sizes = (math.prod(spec.shape) * _STORED[spec.dtype].itemsize for spec in self.specs)
         return [0, *accumulate(sizes)]
 
@@ -179,7 +179,7 @@ class FileLayout:
         return {spec.name: len(self.head) + at for spec, at in zip(self.specs, self._offsets, strict=False)}
 
     def pieces(self, weights: Callable[[str], Tensor], file: SharedFile) -> Iterator[Piece]:
-        """Yield what this rank writes of ``weights``, on all ranks at the same time, for some are gathered."""
+        """Yield what this rank writes of ``weights``. All ranks iterate at the same time: some are gathered."""
         rank, world = file.rank, file.world
         for number, conversion in enumerate(self.conversions):
             dtype = self.dtypes[conversion.sources[0]]
@@ -217,7 +217,7 @@ class Piece:
 
     @torch.no_grad()
     def write(self, put: Put) -> None:
-        """Write it; OSError. It copies ``BUCKET`` elements or ``ROWS`` experts at a time in the file's type."""
+        """Write it in the file's type; copy ``BUCKET`` elements or ``ROWS`` experts at a time. OSError if it fails."""
         conversion = self.conversion
         if conversion.model is None:
             (name, shape), (source,) = next(iter(conversion.shapes.items())), self.sources
@@ -276,7 +276,7 @@ class SharedFile:
         self._channel = channel
 
     def write(self, pieces: Sequence[Piece], head: bytes = b"") -> None:
-        """Write or send pieces, and the head of the file if given, unless there is a problem; an OSError is one."""
+        """Write or send pieces, and the head if given, unless there is a ``problem``; an OSError is kept as one."""
         if self.problem or not (pieces or head):
             return
         try:

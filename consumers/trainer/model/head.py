@@ -64,7 +64,7 @@ class _Score(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         count, own = len(targets), None
         if part is not None:
-            # Indices into this rank's rows, 0 if elsewhere.
+            # Targets become indices into this rank's rows; one of another rank becomes 0.
             targets = targets - part.rank * weight.shape[0]
             own = (targets >= 0) & (targets < weight.shape[0])
             targets = targets.masked_fill(~own, 0)

@@ -36,7 +36,7 @@ from schemas.errors import ConfigError, DataError
 from schemas.model_folder import PROVENANCE, resolve_folder
 from schemas.weight_files import check_fits, left_out, read_shapes
 
-if TYPE_CHECKING:  # loading it takes seconds, and a policy of model.kind mlp does without
+if TYPE_CHECKING:  # importing it takes seconds, and model.kind mlp does not need it
     from transformers import PreTrainedModel
 
 _PREFIX = "causal_lm."
@@ -175,7 +175,7 @@ def save_adapter(policy: Policy, folder: Path, dtype: str, path: str) -> None:
 
 
 def wire_weights(policy: Policy) -> Iterator[tuple[str, Tensor]]:
-    """Yield what is published: the adapter by peft's names, or ``named_weights`` but for a frozen vision tower."""
+    """Yield the weights to publish: the adapter by peft's names, or ``named_weights`` without a frozen vision tower."""
     if policy.adapter is None:
         frozen = policy.vision is not None and policy.vision.frozen
         for name, tensor in named_weights(policy):
@@ -219,9 +219,9 @@ def _merge(policy: Policy) -> Callable[[str, Tensor], Tensor]:
 
 
 def copy_tokenizer(model: ModelConfig, folder: Path) -> None:
-    """Copy a model's tokenizer and settings, but neither a list of weight files nor how warm_start made it."""
+    """Copy a model's tokenizer and settings, but not its list of weight files, nor how warm_start made the model."""
     for file in resolve_folder(model.path, weights=False).iterdir():
-        # vLLM reads only what a list of weight files names, and the new ones may be others.
+        # The list of weight files is left out: vLLM reads only files that it names, and the new ones may be others.
         wanted = file.suffix in (".json", ".txt", ".jinja", ".model") and not file.name.endswith(".index.json")
         if wanted and file.name != PROVENANCE and not (folder / file.name).exists():
             shutil.copy2(file, folder / file.name)

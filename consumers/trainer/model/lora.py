@@ -27,7 +27,7 @@ from schemas.messages import Adapter
 from schemas.model_folder import find_tokens, resolve_folder
 from schemas.weight_files import read_dtypes
 
-if TYPE_CHECKING:  # loading it takes seconds, and a policy of model.kind mlp does without
+if TYPE_CHECKING:  # importing it takes seconds, and model.kind mlp does not need it
     from transformers import PreTrainedModel
 
 NAME = "default"
@@ -60,7 +60,7 @@ def _stored_type(path: str) -> str:
 
 
 def load_policy(config: TidemillConfig, path: str, dtype: str, empty: bool = False, adapted: bool = False) -> Policy:
-    """Load a policy of the run's kind without adapter; ConfigError if it fails. adapted: as in ``load_model``."""
+    """Load a policy of the run's kind, without an adapter; ConfigError if that fails. adapted: as in ``load_model``."""
     model = config.model
     vision = model.kind == "vision"
     causal_lm = load_model(path, dtype, model.trust_remote_code, vision, empty, model.max_length, adapted)
@@ -93,7 +93,7 @@ def adapt(model: PreTrainedModel, settings: LoraConfig, base: str, seed: int) ->
 
 
 def load_adapter(model: PreTrainedModel, adapter: Adapter, folder: Path) -> None:
-    """Load an adapter in peft's format into that of ``model``; ConfigError if it is missing or not alike."""
+    """Load an adapter in peft's format into that of ``model``; ConfigError if it is missing or of another kind."""
     where = f"trainer.lora.start {folder}"
     try:
         saved = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
@@ -182,7 +182,7 @@ def describe(adapter: Adapter | None) -> dict[str, Any] | None:
 
 
 def check_same(checkpoint: str, saved: dict[str, Any] | None, adapter: Adapter | None) -> None:
-    """Raise ConfigError unless a checkpoint's ``saved`` adapter is this one; None: of a whole model."""
+    """Raise ConfigError unless a checkpoint's adapter, as ``saved`` describes it, is ``adapter``; None: no adapter."""
     ours = describe(adapter)
     if saved == ours:
         return

@@ -28,7 +28,7 @@ from consumers.trainer.distributed.context_parallel import exchange_to_heads, ex
 from consumers.trainer.distributed.layout import has_plain_attention, has_windows
 from schemas.arithmetic.attention import Places, attend_sequences
 
-if TYPE_CHECKING:  # loading it takes seconds, and a policy of model.kind mlp does without
+if TYPE_CHECKING:  # importing it takes seconds, and model.kind mlp does not need it
     from transformers import PreTrainedModel
 
 KernelName: TypeAlias = Literal["flash_attn", "varlen", "each"]
@@ -91,7 +91,7 @@ def switch_to_packing(model: PreTrainedModel) -> bool:
 
 @contextmanager
 def _short_windows(model: PreTrainedModel) -> Iterator[None]:
-    """Make windows shorter than a trial's sequences: in the configuration, which makes masks, and in layers."""
+    """Make windows shorter than a trial's sequences, both in the configuration, for masks, and in the layers."""
     holders: list[Any] = [model.config.get_text_config(), *model.modules()]
     before = [(each, window) for each in holders if isinstance(window := getattr(each, "sliding_window", None), int)]
     try:
@@ -105,7 +105,7 @@ def _short_windows(model: PreTrainedModel) -> Iterator[None]:
 
 @cache
 def register_attention() -> None:
-    """Let transformers know the packed attention by its name."""
+    """Register the packed attention with transformers by its name."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(ATTENTION, attend)
@@ -193,7 +193,7 @@ def _installed(package: str) -> bool:
 
 
 def _flash(kernel: Kernel) -> Kernel:
-    """Give a flash kernel heads of one size, a multiple of 8, by zeros: latent attention (arXiv:2405.04434) has two."""
+    """Pad heads with zeros to one size, a multiple of 8: latent attention (arXiv:2405.04434) has two sizes."""
 
     def call(
         query: Tensor, key: Tensor, value: Tensor, bounds: Bounds, scale: float | None, window: int | None
@@ -270,7 +270,7 @@ def _attend_plainly(
 
 
 def _flat(query: Tensor, key: Tensor, value: Tensor, bounds: Bounds) -> tuple[Any, ...]:
-    """Return what flash kernels take first: the tensors as [N, H, D] or fewer heads, and both sides' bounds."""
+    """Return the first arguments of a flash kernel: tensors as [N, H, D] or fewer heads, and bounds of both sides."""
     tensors = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     return *tensors, bounds.starts, bounds.starts, bounds.longest, bounds.longest
 
@@ -280,7 +280,7 @@ def _grouped(query: Tensor, key: Tensor) -> bool:
 
 
 def try_kernel(config: Any, device: torch.device, dtype: torch.dtype) -> str:
-    """Try the kernel of training, with a text model's heads; if it fails, replace it by ``each``, and return why."""
+    """Try training's kernel with the heads of a text model's ``config``; if it fails, use ``each``, and return why."""
     name = choose_kernel(device, dtype)
     if name == "each":
         return ""

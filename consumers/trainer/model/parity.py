@@ -19,7 +19,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from schemas.errors import ConfigError
 
-if TYPE_CHECKING:  # loading it takes seconds, and a policy of model.kind mlp does without
+if TYPE_CHECKING:  # importing it takes seconds, and model.kind mlp does not need it
     from transformers import PreTrainedModel
 
 Model = TypeVar("Model", bound="PreTrainedModel")
@@ -33,7 +33,7 @@ ROUNDING_16 = 3e-2
 
 
 def train_without_noise(model: Model, path: str) -> Model:
-    """Put a model into training mode with nothing random; ConfigError if two passes differ, or evaluation does."""
+    """Put a model into training mode without randomness; ConfigError if two passes differ, or evaluation does."""
     model.train()
     for module in model.modules():
         if isinstance(module, _DropoutNd):
@@ -42,7 +42,7 @@ def train_without_noise(model: Model, path: str) -> Model:
             if isinstance(value, float) and "drop" in name:
                 setattr(module, name, 0.0)
     for module in model.modules():
-        # Not set to 0: PhiMoE's routers also use the number as a threshold in evaluation, in which they stay.
+        # Jitter is not set to 0, because PhiMoE also uses it as a threshold; these modules stay in evaluation mode.
         if any(isinstance(value, float) and "jitter" in name for name, value in vars(module).items()):
             module.eval()
             module.train = lambda mode=True, module=module: module  # type: ignore[method-assign, misc]

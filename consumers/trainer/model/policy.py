@@ -1,6 +1,7 @@
 """The policy in training: log-probabilities of given tokens from any Hugging Face causal language model.
 
-Over several ranks a policy may compute a part of each layer or of the tokens; it always returns whole rows.
+Sequences are packed where the model allows it (packing.py), and the output layer is computed in chunks of loss tokens
+(head.py). Over several ranks a policy may compute a part of each layer or of the tokens; it always returns whole rows.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from schemas.errors import ConfigError
 from schemas.messages import Adapter
 from schemas.model_folder import check_quantised, keep_layout, load_model_config, resolve_folder
 
-if TYPE_CHECKING:  # loading it takes seconds, and a policy of model.kind mlp does without
+if TYPE_CHECKING:  # importing it takes seconds, and model.kind mlp does not need it
     from transformers import PreTrainedModel
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -60,7 +61,7 @@ def last_hidden(
 
 
 class Policy(ParallelModule):
-    """A causal language model whose forward returns token scores, with the output layer: FSDP2 wraps all of it."""
+    """A causal language model whose forward returns token scores; it has the output layer, so that FSDP2 wraps it."""
 
     def __init__(
         self,
@@ -186,7 +187,7 @@ class Policy(ParallelModule):
         )
 
     def replay_routers(self) -> None:
-        """Have routers take the choices that ``forward`` gets; call before sharding. ConfigError if they can't."""
+        """Make routers use the choices given to ``forward``; call this before sharding. ConfigError if they can't."""
         self.router_replay = RouterReplay(self.causal_lm)
 
     def _score(

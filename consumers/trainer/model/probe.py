@@ -34,7 +34,7 @@ England more than a thousand years ago, and some of them still work today.
 
 
 def probe_tokens(config: TidemillConfig, policy: Policy) -> tuple[list[int], tuple[int, int] | None]:
-    """Return the probe's tokens, random without a tokenizer, and which [start, end) are the fixed image, if any."""
+    """Return the probe's tokens, random without a tokenizer, and the range [start, end) of the fixed image, if any."""
     length = min(config.trainer.publish.probe_tokens, config.model.max_length - 1)
     if isinstance(policy, Actor):
         return list(range(length)), None
@@ -53,7 +53,7 @@ def probe_tokens(config: TidemillConfig, policy: Policy) -> tuple[list[int], tup
 
 @torch.no_grad()
 def reference_logprobs(policy: Policy, tokens: Sequence[int]) -> npt.NDArray[np.float32]:
-    """Score each token but the first, at temperature 1, by the model's own forward; float32 [T-1]."""
+    """Return log-probabilities of all tokens but the first, at temperature 1, by the model's forward: float32 [T-1]."""
     if isinstance(policy, Actor):
         scored: npt.NDArray[np.float32] = policy.probe(list(tokens)).cpu().numpy()
         return scored

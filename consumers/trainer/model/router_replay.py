@@ -20,7 +20,7 @@ from consumers.trainer.distributed.layout import number_of_experts
 from schemas.errors import ConfigError
 from schemas.messages import RoutedExperts
 
-if TYPE_CHECKING:  # loading it takes seconds, and a policy of model.kind mlp does without
+if TYPE_CHECKING:  # importing it takes seconds, and model.kind mlp does not need it
     from transformers import PreTrainedModel
 
 _LAYER = re.compile(r"\blayers\.(\d+)\.")
@@ -32,7 +32,10 @@ def has_experts(module: nn.Module) -> bool:
 
 
 class RouterReplay:
-    """A model's routers, given the choices that were ``set``: until the next, for backward may compute again."""
+    """The routers of a language model, each of which can be given its choice of experts.
+
+    Choices hold from one ``set`` to the next, because backward may compute layers again.
+    """
 
     def __init__(self, model: PreTrainedModel) -> None:
         """Find the routers. ConfigError for a model without experts, or with one whose choice can't be given."""
@@ -99,7 +102,7 @@ class RouterReplay:
         return None
 
     def set(self, chosen: Tensor | None) -> None:
-        """Set the next pass's choices, [N, L, k]; -1, or None for all: the router chooses by itself."""
+        """Set the experts of the next pass, [N, L, k]; where they are -1, or if None, the router chooses by itself."""
         self._chosen = chosen
 
     def choose(self, layer: int, own: Tensor) -> Tensor:

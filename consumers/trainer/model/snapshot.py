@@ -28,7 +28,7 @@ COPY_DEADLINE_S = 600.0
 class Snapshot:
     """Weights of one moment on their way into a file, which ``fill`` completes, perhaps in another thread.
 
-    Steps may continue meanwhile, but weights may change only after ``wait``. specs: names, dtypes and shapes, in the
+    Training may continue meanwhile, but weights may change only after ``wait``. specs: names, dtypes and shapes, in the
     order of the file.
     """
 
@@ -90,7 +90,7 @@ class Snapshots:
 
     @torch.no_grad()
     def take(self, path: Path, mark: str | None = None) -> Snapshot:
-        """Take the weights for ``path``, copying only what is gathered. mark: of ``create``, if called before."""
+        """Take the weights for ``path``, copying only gathered ones. mark: what ``create`` returned, if called."""
         mark = self.create(path) if mark is None else mark
         reshard(self._policy)
         layout = self._layout = self._layout or file_layout(self._policy, self._dtype)

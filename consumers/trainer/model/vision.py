@@ -20,7 +20,7 @@ from schemas.errors import ConfigError
 from schemas.images import ImageSettings, read_image_settings
 from schemas.model_folder import resolve_folder
 
-if TYPE_CHECKING:  # loading it takes seconds, and a policy of model.kind mlp does without
+if TYPE_CHECKING:  # importing it takes seconds, and model.kind mlp does not need it
     from transformers import PreTrainedModel
 
 FAMILIES = ("qwen2_5_vl", "qwen3_vl")
@@ -104,7 +104,7 @@ class VisionTower:
     def arguments(
         self, model: PreTrainedModel, ids: Tensor, packed: Packed | None, images: ImageBatch | None
     ) -> dict[str, Any]:
-        """Return the language model's arguments. ids: int64 [1, N] of ``packed``, or [R, T] if that is None."""
+        """Return embeddings, positions and more for the language model. ids: int64 [1, N] of ``packed``, or [R, T]."""
         base: Any = model.base_model
         embeddings = base.get_input_embeddings()(ids)
         found: dict[str, Any] = {}

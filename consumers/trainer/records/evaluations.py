@@ -1,6 +1,7 @@
 """The complete evaluations of a run, in evaluations.jsonl, which outlives the broker's copy of them.
 
-A version has one line for ever, on the disk before the next: a trainer that resumes a run first reads the file.
+A line is on the disk before the next one is written, and a version's line never changes. A trainer that resumes a run
+first reads the file.
 """
 
 import json
@@ -31,7 +32,7 @@ class EvaluationLog:
         self._read_lines()
 
     def add(self, line: Mapping[str, Any]) -> None:
-        """Write a version's line durably, unless it or a trainer that took over did; DiskError if the disk is full."""
+        """Write a version's line durably, unless a trainer has written it before; DiskError if the disk is full."""
         self._read_lines()
         if line["version"] in self.lines:
             return

@@ -57,7 +57,7 @@ class SampleLog:
         terms: Terms,
         moment: bytes = b"",
     ) -> None:
-        """Keep some groups of a step. advantages: of all samples, or empty. moment: the end of their traces."""
+        """Keep some groups of a step. advantages: of all samples, or empty. moment: the end of their traces, if any."""
         if not self._groups:
             return
         firsts = np.cumsum([0, *(len(group.samples) for group in groups)]).tolist()

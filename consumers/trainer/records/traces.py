@@ -72,7 +72,7 @@ class TraceLog:
         self._thread = TrackerThread("traces") if config is not None and config.url else None
 
     def trained(self, step: int, seconds: float, samples: Sequence[tuple[Trajectory, float]]) -> bytes:
-        """Send a share of the samples of a step of ``seconds``, which ends now; returns its moment for their traces."""
+        """Send traces of some samples of a step of ``seconds``, which ends now; return its moment for their traces."""
         if self._config is None:
             return b""
         moment = ending("step", str(step), seconds)
@@ -172,7 +172,7 @@ def spans_of(episode: _Episode, run: str, model: str) -> list[dict[str, Any]]:
 
 
 def choose(step: int, samples: int, share: float) -> list[int]:
-    """Return a share of the samples' places, at equal distances from a first one that the step decides."""
+    """Return the places of a share of a step's samples, at equal distances from a first one that the step decides."""
     # Multiples of the golden ratio are spread evenly: over many steps each place is as likely.
     phase = step * 0.6180339887498949 % 1
     return [min(samples - 1, int((k + phase) / share)) for k in range(math.ceil(samples * share - phase))]

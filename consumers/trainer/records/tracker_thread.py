@@ -1,6 +1,6 @@
 """A tracker in a thread of its own, so that no step waits for one that hangs.
 
-If a call raises or takes longer than its deadline, it is the last, and ``problem`` says why.
+Calls are done in order. If one raises or takes longer than its deadline, it is the last, and ``problem`` says why.
 """
 
 import queue

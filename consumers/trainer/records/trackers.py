@@ -78,7 +78,7 @@ class Trackers:
     """The trackers of a run, started again by every trainer process that resumes it; rank 0 has them."""
 
     def __init__(self, config: TidemillConfig, accelerator: Accelerator, notify: Notify) -> None:
-        """Start the trackers. If one can't start: ConfigError in a new run, while a resumed one drops it."""
+        """Start the trackers. One that can't start is a ConfigError in a new run, and is dropped in a resumed one."""
         self._notify = notify
         self._sent = 0
         self._trackers: list[tuple[GeneralTracker, TrackerThread]] = []

@@ -121,7 +121,7 @@ def _build_planner(
     cost: Cost,
     packed: bool,
 ) -> StepPlanner:
-    """Build the planner. advantages: by label, the run's by "". packed: all models of the step take packed rows."""
+    """Build the planner. advantages: by label, "" for the run's. packed: whether all models take packed rows."""
     trainer = config.trainer
     return StepPlanner(
         advantage=advantages[""],
@@ -200,7 +200,7 @@ def build_critic(config: TidemillConfig, empty: bool = False) -> Critic | None:
 
 
 def reference_policy(config: TidemillConfig, ranks: Ranks) -> Policy | None:
-    """Load the frozen second model of ``trainer.kl``, or None: sharded like the policy, or whole on a CPU."""
+    """Load the frozen second model of ``trainer.kl``, None without one: sharded like the policy, or whole on a CPU."""
     settings, model = config.trainer.kl, config.model
     if not config.trainer.has_second_model:
         return None

@@ -23,12 +23,12 @@ from consumers.trainer.step.gradient_update import GradientUpdate, Schedule, Sum
 from consumers.trainer.step.optimizers import build_optimizer
 from schemas.config import CriticConfig
 
-if TYPE_CHECKING:  # loading it takes seconds, and a policy of model.kind mlp does without
+if TYPE_CHECKING:  # importing it takes seconds, and model.kind mlp does not need it
     from transformers import PreTrainedModel
 
 
 class Critic(ParallelModule):
-    """A language model's body with a value of the state before each token, at first 0. vision: its tower."""
+    """A language model's body with a value of the state before each token, 0 at first. vision: its tower for images."""
 
     def __init__(self, causal_lm: PreTrainedModel, vision: VisionTower | None = None) -> None:
         super().__init__()
@@ -126,7 +126,7 @@ class CriticStep:
         return metrics | self.update.metrics("critic_")
 
     def _accumulate(self, batch: Sequence[MicroBatch], tokens: float) -> Sums:
-        """Run backward; returns sums, which are read at the end, so that the device is given work ahead."""
+        """Run backward for each micro-batch; return the sums, read last so that the device does not wait in between."""
         seen: list[Tensor] = []
         for micro in batch:
             old_values, returns = micro.values, micro.returns

@@ -1,6 +1,6 @@
 """The optimizer step over fragments: PPO in epochs of shuffled minibatches, with any loss of single tokens.
 
-Everything random follows from run.seed and the step's number.
+Everything random follows from run.seed and the step's number, so the same fragments give the same weights to the bit.
 """
 
 from dataclasses import dataclass, replace

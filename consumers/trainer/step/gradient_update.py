@@ -1,5 +1,7 @@
 """One update of a model's weights, its optimizer and learning rate: for policy, critic and training without a broker.
 
+An update accumulates the gradient over micro-batches, combines the sums of all ranks and clips. It changes the weights
+only if loss and gradient are finite.
 float16 needs loss scaling (arXiv:1710.03740): its smallest number is 6e-8, the gradients of a mean over a large step
 are smaller, and would be 0. The loss is multiplied before backward, and the float32 gradient divided after. The scale
 is a power of two, so that it rounds nothing. If a gradient overflows, it is computed again at a lower scale, because
@@ -34,7 +36,7 @@ BUCKET = 1 << 26
 
 
 class Sums:
-    """Sums over the micro-batches of this rank, of all ranks after ``reduce``; the loss is the first."""
+    """Sums over this rank's micro-batches, and over all ranks' after ``reduce``; the loss is the first."""
 
     def __init__(self, values: Sequence[float] = (0.0,)) -> None:
         self.values = [*values]
@@ -64,7 +66,7 @@ class Update(Generic[S]):
 
 
 class GradientUpdate:
-    """Updates a model that computes in ``dtype``; every rank calls ``run``. max_grad_norm: gradients' limit."""
+    """Updates a model that computes in ``dtype``; every rank calls ``run``. max_grad_norm: bound of gradient norms."""
 
     def __init__(
         self, model: nn.Module, optimizer: Optimizer, ranks: Ranks, max_grad_norm: float, dtype: torch.dtype
@@ -74,7 +76,10 @@ class GradientUpdate:
         self.loss_scale = LossScale() if dtype == torch.float16 else None
 
     def run(self, accumulate: Callable[[], S], lr: float) -> Update[S]:
-        """Update unless loss or gradient is not finite; ``accumulate`` runs backward, again after an overflow."""
+        """Update the weights, unless the loss or the gradient is not finite.
+
+        accumulate: runs backward for each micro-batch and returns its sums; called again if the gradient overflowed.
+        """
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         sums, norm = self._compute_gradient(accumulate)
@@ -161,7 +166,7 @@ def lr_factor(step: int, settings: OptimizerConfig, steps: int) -> float:
 
 @dataclass
 class Schedule:
-    """The learning rate of each step, ``done`` before this one. lr, steps: the peak and the run's, which may change."""
+    """The learning rate of each step. done: steps before this one. lr, steps: peak and number of steps; may change."""
 
     settings: OptimizerConfig
     lr: float

@@ -1,4 +1,4 @@
-"""What every training step has (tokens, PPO, SAC): all that ranks, checkpoints, versions and the loop know of it."""
+"""The interface of every training step (tokens, PPO, SAC): all that ranks, checkpoints and the loop know of one."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence

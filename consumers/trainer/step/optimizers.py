@@ -82,7 +82,7 @@ def _orthogonal(matrix: Tensor) -> Tensor:
 
 
 def build_optimizer(model: nn.Module, settings: OptimizerConfig) -> Optimizer:
-    """Build the optimizer of what is trained; only matrices decay. ConfigError if it needs a missing package."""
+    """Build the optimizer of trainable parameters; only matrices decay. ConfigError if a package is not installed."""
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     muon = set(_matrices_of_layers(model)) & trained.keys() if settings.name == "muon" else set()
     rest = [p for name, p in trained.items() if name not in muon]

@@ -1,7 +1,7 @@
-"""Preparation of a step's data before the first gradient: passes without a gradient, if the configuration asks.
+"""Preparation of a step's data before the first update, by passes without a gradient, if the configuration asks for it.
 
-The reference policy's log-probabilities, advantages of single tokens, and what a loss chooses among the tokens of the
-whole step.
+It computes the reference policy's log-probabilities, advantages of single tokens, and what a loss chooses among the
+tokens of the whole step.
 """
 
 from collections.abc import Sequence
@@ -118,7 +118,7 @@ class Preparation:
 
     @torch.no_grad()
     def _score(self, policy: Policy, micro: MicroBatch, replayed: bool = False) -> Tensor:
-        """Score a micro-batch under a policy: float32 [R, T-1]. replayed: with the rollout's experts."""
+        """Return log-probabilities at samples' temperatures, float32 [R, T-1]. replayed: with the rollout's experts."""
         scores = policy(**micro.to(policy.device).inputs(replayed))
         logprobs: Tensor = scores.logprobs.to(micro.mask.device)
         return logprobs

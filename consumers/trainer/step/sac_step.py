@@ -101,7 +101,7 @@ class SacStep(Learner):
     def update_once(
         self, data: dict[str, Tensor], noise: torch.Generator, lr: float, improve: bool = True
     ) -> dict[str, float]:
-        """Update the critic, with ``improve`` temperature and policy too, and the targets; returns METRICS."""
+        """Update the critic, temperature and policy if ``improve``, and the targets; return the values of METRICS."""
         actor, (critic, critic_update) = cast(Actor, self.policy), self.critic
         data = {name: value.to(actor.device) for name, value in data.items()}
         module, temperature_update = self.temperature

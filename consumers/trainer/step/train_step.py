@@ -103,7 +103,7 @@ class TrainStep(Learner):
             return update, self.critic.run(minibatch, update.sums.sums["tokens"], self.schedule.done)
 
     def _accumulate(self, batch: Sequence[MicroBatch], version: int, timer: StepTimer) -> StepMeter:
-        """Run forward and backward, then count metrics: each waits for the device, which has work ahead."""
+        """Run all forward and backward passes, then count metrics, which wait for the device; return this rank's."""
         meter = StepMeter(version)
         seen: list[tuple[MicroBatch, TokenScores, LossOutput, Tensor]] = []
         for micro in batch:

@@ -62,9 +62,9 @@ def code(
 
     The program is the last fenced block, or all of the completion. ``cases`` are ``{stdin, stdout}``,
     ``{call, equals}`` or ``{test}``; ``tests`` are texts of assertions, and ``setup`` is run before. ``timeout_s``:
-    seconds of computing of a case, and half of those that it may take, which are a third of reward.timeout_s at most;
-    after two that took longer the rest has failed.
-    Without ``partial``: 1 if all pass. A sandbox that can't be started excludes the sample.
+    seconds of processor time of a case. A case may take twice as many seconds in all, but at most a third of
+    reward.timeout_s; after two cases that took longer, the rest count as failed. Without ``partial``: 1 if all cases
+    pass, else 0. A sandbox that can't be started excludes the sample.
     """
     cases = read_cases(data)
     program = extract(completion)
@@ -121,7 +121,7 @@ def _text(lines: Any) -> str:
 
 @dataclass
 class _Runner:
-    """Runs one program on cases. command: runs a file ``{file}``; None: Python."""
+    """Runs one program on cases. command: how a file ``{file}`` is run; None: with Python."""
 
     sandbox: Sandbox
     python: Interpreter
@@ -178,7 +178,7 @@ class _Runner:
         command = [*self.python.command, *arguments]
         if self.command is not None:
             command = [part.replace("{file}", arguments[0]) for part in self.command]
-        # One more, for the program itself; and a moment is left to answer in.
+        # The program itself counts as one more case. A part of the time is left for the answer.
         wall_s = min(self.wall_s * (cases if cases == 1 else cases + 1), _MOST * CLOCK.get().left())
         limits = replace(self.limits, wall_s=wall_s)
         return self.sandbox.run(command, _bytes(stdin), files, limits, self.python.mounts)
