@@ -187,7 +187,7 @@ class Feeder:
             raise RunFailed(f"{self._unusable} examples in a row can't be used, the last: {task.reason}")
 
     def _evaluate(self, state: LedgerState, evaluation: EvalConfig) -> None:
-        """Open the evaluation that is due; and an ordered one when its version is there, once, also across restarts."""
+        """Open the due evaluation, and an ordered one when its version exists; each once, even across restarts."""
         every = int(state.control.settings.get("eval_every", evaluation.every))
         # The version that is due, not a later one: generators stop at it for the evaluation.
         newest = self._evaluated < 0 or state.step >= state.steps

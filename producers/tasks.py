@@ -69,8 +69,8 @@ def make_task(
 ) -> Task:
     """Make the task message of an example; DataError says what is wrong with one of its images.
 
-    dataset: its label; level: of difficulty, if the dataset has levels. limits: without them it gets no images. seed:
-    of its first sample.
+    dataset: its label. level: of difficulty, -1 if the dataset has no levels. limits: of images; None leaves images
+    out. seed: of its first sample.
     """
     return Task(
         task_id=task_id,

@@ -22,7 +22,7 @@ _GENERIC = ("TokenizersBackend", "PreTrainedTokenizerFast")
 
 
 class HfTokenizer:
-    """The tokenizer of a folder (or hub id): ConfigError if it has none, DataError for chats without a template."""
+    """The tokenizer of a folder (or hub id). ConfigError if it has none, DataError for chats without a template."""
 
     def __init__(self, path: str, trust_remote_code: bool = False) -> None:
         self._path = path

@@ -10,8 +10,8 @@ from typing import Any
 class DatasetResult:
     """Counts of an evaluation's samples from one dataset.
 
-    mean: of the scored samples' rewards. length: their mean loss tokens, None if not known.
-    prompts: how many prompts, of those whose samples have all ended, have so many scored and so many correct samples.
+    mean: mean reward of the scored samples. length: their mean number of loss tokens, None if it is not known. prompts:
+    number of prompts by (scored samples, correct samples), of the prompts whose samples have all ended.
     """
 
     n: int
@@ -39,7 +39,7 @@ class DatasetResult:
     def figures(self, passes: Iterable[int], has_accuracy: bool = True) -> dict[str, float]:
         """Return the known metrics by name: reward, length, and with has_accuracy accuracy and pass@k of ``passes``.
 
-        has_accuracy: that of the configuration. Without it no sample is right or wrong.
+        has_accuracy: the configuration's property of that name. If it is False, no sample counts as right or wrong.
         """
         metrics = {"reward": self.mean if self.scored else None, "length": self.length}
         if has_accuracy:
@@ -60,10 +60,10 @@ class DatasetResult:
 
 @dataclass(frozen=True, kw_only=True)
 class EvalResult(DatasetResult):
-    """Counts of an evaluation, of all its datasets. time: of the last score, Unix seconds.
+    """Counts of one evaluation over all its datasets. time: when the last sample was scored, in Unix seconds.
 
     off_version: samples with tokens of another weight version, because no generator had the evaluated one any more.
-    datasets: the same counts by the label of the dataset.
+    datasets: the same counts for each dataset, by its label.
     """
 
     version: int

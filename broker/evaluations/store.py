@@ -41,9 +41,9 @@ class Evals(RunData):
     ) -> bool:
         """Queue the tasks of one evaluation, all at once; False if this version's evaluation was opened before.
 
-        Bodies and images are sent first, in parts: a feeder that dies in between has opened nothing. Samples of a task
-        that can't be sent count as failed, with a dead letter. run: the run of these tasks; the error of JoinedRun if
-        the broker has another one. images: their bytes by digest. InfraError if the broker keeps losing what was sent.
+        Bodies and images are sent first, in parts, so a feeder that dies in between has opened nothing. Samples of a
+        task that can't be sent count as failed, with a dead letter. run: the run of the tasks; raises JoinedRun's error
+        if the broker has another. images: files by digest. InfraError if the broker keeps losing what was sent.
         """
         run = run or JoinedRun()
         args: list[int | bytes | str] = [version, run.id, KEPT_EVALUATIONS]

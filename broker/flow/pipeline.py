@@ -34,9 +34,9 @@ class Slot:
 
 @dataclass(frozen=True)
 class PipelineSnapshot(LedgerState):
-    """The ledger as its trainer needs it: also which groups are in the pipeline.
+    """The ledger at one moment, with the groups in the pipeline, as the trainer needs it.
 
-    waiting: task ids below the cursor that are to be admitted again. counts: the ledger's, by name.
+    waiting: task ids below the cursor that are to be admitted again. counts: the ledger's counters, by name.
     """
 
     slots: list[Slot] = field(default_factory=list)

@@ -21,7 +21,7 @@ from schemas.codec import BadMessage, Message
 from schemas.errors import InfraError
 
 Read: TypeAlias = tuple[str, Entry, int]
-"""A stream, an entry of it, and how often that was delivered; negative if a part of the work may be done."""
+"""A stream, an entry of it, and its number of deliveries, which is negative if a part of the work may be done."""
 M = TypeVar("M", bound=Message)
 P = TypeVar("P", bound=tuple[bytes | str | int, ...])
 T = TypeVar("T")
@@ -54,7 +54,7 @@ class ConsumerGroup(RunData, Generic[M]):
     """A consumer of a group: reads new entries, its own pending ones after a lost reply, and stale ones of others.
 
     An entry counts as delivered once more if its worker died or was silent for a lease, but not if only a reply was
-    lost. renewal: the script that renews leases on these streams. workers: of the group, in words.
+    lost. renewal: the script that renews leases on these streams. workers: what errors call the group's workers.
     """
 
     renewal: str
@@ -120,7 +120,7 @@ class ConsumerGroup(RunData, Generic[M]):
         self._held[stream].discard(entry_id)
 
     def _decode(self, entries: list[Read]) -> list[Delivery[M]]:
-        """Return deliveries of entries; those that can't be delivered go to the dead letters."""
+        """Return the deliveries of these entries; an entry that can't be delivered becomes a dead letter."""
         deliveries: list[Delivery[M]] = []
         bodies = self._read_bodies([fields for _, (_, fields), _ in entries])
         for read, body in zip(entries, bodies, strict=True):
@@ -145,7 +145,7 @@ class ConsumerGroup(RunData, Generic[M]):
 
     @abstractmethod
     def _deliver(self, read: Read, body: bytes) -> Delivery[M]:
-        """Decode a message; BadMessage if it can't be used."""
+        """Decode the message of an entry; BadMessage if it can't be used."""
 
     @abstractmethod
     def _refuse(self, read: Read, body: bytes | None, reason: str) -> None:
@@ -245,7 +245,7 @@ def _position(entry_id: bytes) -> tuple[int, int]:
 
 
 def parcels(parts: Iterable[P], most_bytes: int) -> list[list[P]]:
-    """Divide a script's arguments for each sample into calls of at most AT_ONCE samples and ``most_bytes`` bytes."""
+    """Group a script's arguments, a tuple per sample, by calls of at most AT_ONCE samples and ``most_bytes`` bytes."""
     found: list[list[P]] = []
     size = 0
     for part in parts:
@@ -259,7 +259,7 @@ def parcels(parts: Iterable[P], most_bytes: int) -> list[list[P]]:
 
 
 def split_calls(parts: Iterable[tuple[bytes | str | int, ...]]) -> list[list[bytes | str | int]]:
-    """Join a script's arguments for each sample into calls, see ``parcels``."""
+    """Divide a script's arguments, a tuple per sample, into calls as ``parcels`` does; each call is one flat list."""
     return [list(chain.from_iterable(parcel)) for parcel in parcels(parts, BYTES_AT_ONCE)]
 
 

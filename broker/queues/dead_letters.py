@@ -82,9 +82,9 @@ def letter_bytes(letter: DeadLetter, max_bytes: int) -> bytes:
 
 
 def check_sendable(task: Task | UnusableTask, max_bytes: int) -> tuple[bytes, UnusableTask | None, bytes]:
-    """Return the encoded task, None and b""; or b"", the UnusableTask and its dead letter.
+    """Return the encoded task, None and b""; for an unusable task, b"", the UnusableTask and its encoded dead letter.
 
-    A task that can't be encoded or is too large is one, too.
+    A task that can't be encoded or is too large is unusable, too.
     """
     if isinstance(task, Task):
         try:

@@ -1,6 +1,7 @@
 """Images in the pipeline: each is stored once, when its task is admitted, and deleted with the last group that has it.
 
-Tasks and trajectories name images by digest. A generator reads images once for a task, the trainer once for a group.
+Tasks and trajectories name images by digest. A generator reads a task's images once for all its samples, the trainer
+once for a group.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

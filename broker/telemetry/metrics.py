@@ -15,7 +15,7 @@ class Metrics(RunData):
         self._connection.run_script("append_telemetry", "metrics", "j", json.dumps(line), KEEP_LINES)
 
     def read_after(self, id: str, count: int) -> tuple[str, list[dict[str, Any]]]:
-        """Read up to ``count`` lines after the entry ``id``; return also the id of the last one. Others are skipped."""
+        """Return the last entry's id and up to ``count`` lines after the entry ``id``, without unreadable ones."""
         entries = self._connection.run_command("following metrics", "xrange", self._keys.metrics, f"({id}", "+", count)
         last = entries[-1][0].decode() if entries else id
         return last, [line for _, fields in entries if (line := parse_line(fields.get(b"j", b""))) is not None]

@@ -119,7 +119,8 @@ class TrajectoryStore(RunData):
 
         The search ends early after SEARCH_BYTES. Kept trained ones come before those in the pipeline.
 
-        newest: from the newest back. only_trained: only kept ones: the pipeline may hold over ``examine`` others.
+        newest: search from the newest back. only_trained: search only the kept ones, because the pipeline may hold more
+        than ``examine`` others.
         """
         items: list[StoredTrajectory] = []
         examined = 0
@@ -176,7 +177,7 @@ class TrajectoryStore(RunData):
                 yield live
 
     def _pages(self, stream: str, reading: _Reading, after: str | None, newest: bool) -> Iterator[Entry]:
-        """Yield a stream after an entry, forwards or back, in small pages because bodies are large.
+        """Yield the entries of a stream after an entry, forwards or back, in small pages because bodies are large.
 
         Entries of the pipeline contain names of bodies, which are replaced by the bodies.
         """

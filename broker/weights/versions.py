@@ -38,7 +38,7 @@ class Route:
 def find_route(published: Sequence[Manifest], target: Manifest, held: Manifest | None = None) -> Route | None:
     """Find the way to ``target`` from ``held``, the version whose state the reader has; None if there is none.
 
-    Without ``held``: from the nearest whole version.
+    Without ``held`` the way begins at the nearest whole version.
     """
     known = {manifest.version: manifest for manifest in published} | {target.version: target}
     deltas: list[Manifest] = []

@@ -57,7 +57,7 @@ class SampledAnswer:
 
 
 class OpenSession(Protocol):
-    """A running episode, as the endpoint sees it."""
+    """A running episode, as the endpoint sees it. The user of a live session may neither reward nor end it."""
 
     async def complete(self, request: CallRequest) -> list[SampledAnswer]:
         """Sample and record the answers; SessionError says what is wrong with the request."""
@@ -66,16 +66,16 @@ class OpenSession(Protocol):
         """Remove an answer from the record, because no client received it."""
 
     def set_reward(self, value: float, completion_id: str | None = None) -> None:
-        """Set the reward of the episode, or of one answer. SessionError if there is no such answer, or for a user."""
+        """Set the reward of the episode, or of one answer. SessionError if that does not exist, or if a user asks."""
 
     def add_metrics(self, metrics: dict[str, float]) -> None:
-        """Record the agent's metrics of its episode. SessionError if their names become too long, or for a user."""
+        """Record the agent's metrics of its episode. SessionError if their names become too long, or if a user asks."""
 
     async def count_tokens(self, request: CallRequest) -> int:
         """Return the number of tokens in the prompt of the request; a lower bound if it is far too long."""
 
     def finish(self) -> None:
-        """End the episode at the agent's request. SessionError for a user."""
+        """End the episode at the agent's request. SessionError if a user asks."""
 
 
 class OpenSessions(Protocol):

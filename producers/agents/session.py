@@ -50,7 +50,7 @@ class PolicyHandle:
 
 @dataclass
 class Counts:
-    """Metrics of an episode: numbers, and seconds. tools_s: from an answer that called tools to the next request."""
+    """Metrics of an episode: counts, and seconds. tools_s: from an answer that called tools to the next request."""
 
     calls: int = 0
     replayed: int = 0
@@ -66,10 +66,9 @@ class Session:
     """One running episode, an OpenSession. Requests may overlap if agents work side by side.
 
     limit: the limit that the agent has reached, so that its end is an outcome and not a failure; None: no limit. note:
-    of RolloutContext, for this sample.
-    interrupted: set when a request was aborted, so the episode must be handed over. finished: set when the agent
-    declared the end. notes: results of its side effects, for its next attempt. busy_s: seconds in which a request was
-    under way. begun: the reasons why rows began.
+    RolloutContext's ``note``, for this sample. interrupted: set when a request was aborted, so the episode must be
+    handed over. finished: set when the agent declared the end. notes: results of its side effects, for its next
+    attempt. busy_s: seconds in which a request was under way. begun: how many calls began or extended a row, by reason.
     """
 
     def __init__(
@@ -196,7 +195,7 @@ class Session:
                 self.busy_s += self._idle_since - self._busy_since
 
     def forget(self, call: int) -> None:
-        """See OpenSession. If the session has ended, the next attempt at the episode will ask for the answer again."""
+        """See OpenSession. Does nothing if the session has ended: the next attempt will ask for the answer again."""
         if self._ended:
             return
         self.conversation.remove(call)

@@ -88,7 +88,7 @@ def continued_completion(call: Call, more: Completion) -> Completion:
 
 
 def row_calls(calls: dict[int, AnsweredCall], last: int | None) -> list[AnsweredCall]:
-    """Return the calls of a row up to this one, in order."""
+    """Return the calls of the row that ends with the call ``last``, in order; none if that is None."""
     row: list[AnsweredCall] = []
     while last is not None:
         row.append(calls[last])

@@ -61,7 +61,7 @@ class ChatTemplate:
         """Return the text of a conversation. DataError if the template rejects it, ConfigError without a template.
 
         generation_prompt: whether the text ends with the header of the next answer. args: the template's own, such as
-        enable_thinking. style: of calls; None: the one that the template shows.
+        enable_thinking. style: the form of answers with tool calls; None for the first one that the template shows.
         """
         if style is None:
             style = self._style if any(message.get("tool_calls") for message in messages) else _STYLES[0]

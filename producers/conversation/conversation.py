@@ -46,7 +46,7 @@ class NextPrompt:
 
     ids: its token ids. why: the reason for a new row; ``first`` starts a conversation, ``template`` and ``no bridge``
     mean that its turns could not be joined, ``raw`` that the client sent ids. parent: number of the call whose row it
-    extends; None: it starts a new one. images: those that some of the ids stand for. The other fields are internal to
+    extends, None if it starts a new one. images: those that some of the ids stand for. The other fields are internal to
     the conversation.
     """
 
@@ -92,7 +92,7 @@ class Conversation:
         self._answers: dict[bytes, int] = {}
         self._names: dict[bytes, str] = {}
         self._records: list[Call] = []
-        """The calls in their saved form for another generator, in order of time."""
+        """The calls in the order of time, in the form in which they are saved for another generator."""
         self._asked: Counter[bytes] = Counter()
         """How often each prompt has a record."""
 

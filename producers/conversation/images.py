@@ -164,7 +164,7 @@ def image_part(url: str) -> dict[str, Any]:
 
 
 def task_messages(task: Task, files: Mapping[str, bytes]) -> list[Message]:
-    """Return a task's prompt as messages that a client would send, images as ``data:`` URLs; none for token ids."""
+    """Return a task's prompt as a client would send it, images as ``data:`` URLs; no messages if it is token ids."""
     if task.messages is None:
         return [] if task.text is None else [{"role": "user", "content": task.text}]
     images = iter(task.images)

@@ -57,7 +57,7 @@ def reasoning_text(message: Message) -> str | None:
 
 
 def function_schema(name: str, description: str, parameters: Any) -> dict[str, Any]:
-    """Return what the policy reads about a tool, in the form of chat completions."""
+    """Return the description of a tool that the policy reads, in the form of chat completions."""
     return {"type": "function", "function": {"name": name, "description": description, "parameters": parameters}}
 
 

@@ -40,7 +40,7 @@ class PromptStatistic(NamedTuple):
 
 @dataclass(frozen=True)
 class Curriculum:
-    """Decides on one position at a time.
+    """Decides whether a run takes the prompt at a position, for one position at a time.
 
     group_size: samples of a group, by which Thompson sampling knows how sure a solve rate is.
     """

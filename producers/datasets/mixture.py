@@ -51,9 +51,9 @@ class PromptRef:
 
 
 class Mixture:
-    """Positions 0, 1, 2, … without end over the datasets of ``parts``, the levels of each of which take turns.
+    """Positions 0, 1, 2, … without end over the datasets of ``parts``.
 
-    ConfigError when there are more prompts than a curriculum keeps statistics of.
+    The levels of a part take turns. ConfigError when there are more prompts than a curriculum keeps statistics of.
     """
 
     def __init__(self, parts: Sequence[DatasetPart], seed: int = 0) -> None:

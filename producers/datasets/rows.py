@@ -145,7 +145,7 @@ def read_messages(value: Any, where: str) -> tuple[list[ChatMessage], list[bytes
 
 
 def _read_messages(value: Any, where: str, images: list[Any]) -> list[ChatMessage]:
-    """Read messages; the values of images in their parts are added to ``images``."""
+    """Read messages, and append the images in their parts to ``images``. DataError begins with ``where``."""
     if not isinstance(value, list) or not value:
         raise DataError(f"{where} must be text or a list of role and content, is {type(value).__name__}")
     messages = []

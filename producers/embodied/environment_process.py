@@ -99,8 +99,9 @@ def join(answers: Sequence[Stepped]) -> Stepped:
 class EnvironmentProcess:
     """N environments in one process.
 
-    seen: numbers of an observation, or the shape of a picture; observations: its numbers, of this kind. actions: size
-    of the space, or of each of its parts. acted: shape of an action. bounds: of continuous actions, [2, A].
+    seen: how many numbers an observation has, or the shape of a picture. kind: dtype of these numbers; observations:
+    how many there are, also in a picture. actions: size of the space, or of each of its parts. acted: shape of an
+    action. bounds: of continuous actions, float32 [2, A].
 
     ``reset`` or ``step`` begins, ``receive`` waits for the result; EnvironmentLost from it means that the process is of
     no more use.
@@ -136,7 +137,7 @@ class EnvironmentProcess:
         self.acted: tuple[int, ...] = (len(actions),) if isinstance(actions, list) else parts
 
     def reset(self, seed: int, same: bool = False) -> None:
-        """Begin new episodes, with this seed and the numbers after it, or all with the ``same``."""
+        """Begin new episodes: the first has this seed, the others the numbers after it, or all the ``same``."""
         self._send(b"R" + struct.pack("<qq", seed, not same), self._spec.reset_s)
 
     def step(self, actions: npt.NDArray[Any]) -> None:

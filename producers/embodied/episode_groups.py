@@ -18,13 +18,16 @@ from schemas.messages.fragments import TRUNCATED
 
 
 def play_group(collector: FragmentCollector, seed: int, steps: int, actor: Actor) -> list[Collected] | None:
-    """Play an episode in each environment from one state; None if the actor ends. What follows it counts nowhere."""
+    """Play an episode in each environment from one state; None if the actor ends. Steps after its end are dropped."""
     parts = play_episodes(collector, seed, steps, actor)
     return None if parts is None else [_first_episode(parts, env) for env in range(collector.envs)]
 
 
 def play_episodes(collector: FragmentCollector, seed: int, steps: int, actor: Actor) -> list[Collected] | None:
-    """Play all from one state until each has ended an episode; again from its seed after a loss, MOST_LOSSES times."""
+    """Play all environments from one state, ``steps`` at a time, until each ends an episode; None if the actor ends.
+
+    What a lost process breaks off is played again from its seed; EnvironmentLost after MOST_LOSSES losses.
+    """
     for _ in range(MOST_LOSSES):
         collector.reset(seed, same=True)
         parts: list[Collected] = []

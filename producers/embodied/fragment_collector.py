@@ -50,7 +50,7 @@ class Actor(Protocol):
 class Episodes:
     """The episodes that ended: return, length, and success as their info ``is_success`` or ``success`` says.
 
-    restarts: replaced processes; the episodes that this broke off count nowhere else. envs: where each was played.
+    restarts: replaced processes; the episodes that they broke off count nowhere else. envs: where each was played.
     """
 
     returns: list[float] = field(default_factory=list)
@@ -130,7 +130,7 @@ class FragmentCollector:
         squashed: bool = False,
         discount: float | None = None,
     ) -> None:
-        """Start and reset all of them. seed: of the first environment; the others have the numbers after it.
+        """Start and reset all environments. seed: of the first one; the others have the numbers after it.
 
         squashed: actions lie in [-1, 1] and are scaled to the space. discount: of the returns carried on; None: none.
         """
@@ -156,7 +156,10 @@ class FragmentCollector:
             raise DataError(f"environment {spec.id}: {error}") from error
 
     def reset(self, seed: int, same: bool = False) -> None:
-        """Begin new episodes, with this seed and the numbers after it, or all with the ``same``; or EnvironmentLost."""
+        """Begin new episodes: the first has this seed, the others the numbers after it, or all the ``same``.
+
+        EnvironmentLost if a process fails.
+        """
         for share in self._shares:
             share.process.reset(seed if same else seed + share.part.start, same)
         for share in self._shares:

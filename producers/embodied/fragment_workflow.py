@@ -28,7 +28,7 @@ class Fragments:
 
     def __init__(self) -> None:
         self._idle: dict[bytes, list[FragmentCollector]] = {}
-        """Those of evaluations may play beside each other, any others take turns."""
+        """Idle environments by kind and size. Those of evaluations may play at the same time, any others take turns."""
         self._turn = threading.Lock()
         self._squashed = self._whole = False
         self._discount: float | None = None
@@ -105,9 +105,9 @@ class Fragments:
     def _playing(
         self, engine: MlpEngine, task: Task, envs: int, seed: int, processes: int = 1, discount: float | None = None
     ) -> Iterator[tuple[FragmentCollector, Actor]]:
-        """Yield the task's environments, idle or new ones, and the policy to play them with in the block.
+        """Yield the task's environments, idle or new ones, and the policy that plays them in the block.
 
-        After an error there, in whatever state they are, they are closed: what follows begins with fresh ones.
+        An error in the block closes them, whatever state they are in, so the next task begins with fresh ones.
         """
         spec = spec_of(task.data)
         idle = self._idle.setdefault(msgspec.msgpack.encode([task.kind, spec, envs, processes]), [])

@@ -24,7 +24,7 @@ from schemas.policy_shape import PolicyShape
 Floats = npt.NDArray[np.float32]
 _MOMENTS = ("moments.mean", "moments.variance")
 _ONE_THREAD = 1 << 18
-"""Multiplications up to which numpy's OpenBLAS computes a product in one thread. Others spin for 20 ms."""
+"""Most multiplications of a product that numpy's OpenBLAS computes in one thread; further threads spin for 20 ms."""
 _LOOK_S = 1.0
 """Seconds after which an action that waits for the end of a pause looks whether the engine was closed."""
 
@@ -82,7 +82,10 @@ class Perceptron:
         return cls(shape, layers, tensors.get("log_std"), pixels, moments)
 
     def outputs(self, observations: Floats) -> Floats:
-        """Return logits or means [N, A] of observations [N, O], pictures up to 255; if squashed also log-deviations."""
+        """Return logits or means, float32 [N, A], of observations [N, O]; if squashed also log-deviations, [N, 2 A].
+
+        Pictures are bytes, or numbers up to 255.
+        """
         values, act = self._look(observations), np.tanh if self._shape.activation == "tanh" else _relu
         for k, (weight, bias) in enumerate(self._layers):
             values = (act(values) if k else values) @ weight.T + bias

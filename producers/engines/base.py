@@ -104,12 +104,12 @@ class Completion:
 
 
 FINISH: Mapping[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
-"""The words with which vLLM and servers end a sample."""
+"""Finish reasons by the words with which vLLM and servers end a sample."""
 
 
 @dataclass(kw_only=True)
 class GrowingSample:
-    """The part of a completion that has been sampled. reported: its tokens at the last call of ``completion``."""
+    """A completion that is being sampled. reported: how many tokens it had at the last call of ``completion``."""
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -119,14 +119,14 @@ class GrowingSample:
     routed_experts: npt.NDArray[Any] | None = None
 
     def add(self, tokens: Sequence[int], logprobs: Sequence[float], version: int) -> None:
-        """Add new tokens, all of this weight version."""
+        """Add new tokens and their log-probabilities, all of this weight version."""
         start = len(self.tokens)
         self.tokens += tokens
         self.logprobs += logprobs
         add_spans(self.spans, [Span(version, start, len(self.tokens))] if tokens else [])
 
     def is_due(self, every: int | None) -> bool:
-        """Tell whether it still grows, and has grown by ``every`` tokens since the last report; None: never."""
+        """Tell whether it grows, and by ``every`` tokens or more since the last report; False if ``every`` is None."""
         return every is not None and self.finish is None and len(self.tokens) - self.reported >= every
 
     def completion(self) -> Completion:
@@ -138,9 +138,10 @@ class GrowingSample:
 
 @dataclass(frozen=True)
 class KvCacheUsage:
-    """How full an engine's cache of keys and values is. tokens: capacity. used: by requests in flight, in whole blocks.
+    """How full an engine's cache of keys and values is, in tokens.
 
-    waiting: samples that have no token yet. block: tokens in a block, the least that a sample uses.
+    tokens: capacity. used: by requests in flight, in whole blocks. waiting: samples that have no token yet. block:
+    tokens in a block, the least that a sample uses.
     """
 
     tokens: int
@@ -156,8 +157,8 @@ ProgressCallback = Callable[[int, Completion], None]
 class Engine(Protocol):
     """Generation with weights that change during requests. All methods raise InfraError if the engine has failed.
 
-    lacks: the abilities that it lacks, each with the reason; known before ``start``. version: that of the weights that
-    new tokens are sampled with.
+    lacks: the abilities that it lacks, each with the reason; known before ``start``. version: the weight version with
+    which new tokens are sampled.
     """
 
     lacks: Mapping[Ability, str]
@@ -181,8 +182,9 @@ class Engine(Protocol):
         time it has grown by ``settings.report_every`` tokens.
 
         ``prefix`` holds tokens that another generator sampled before it handed the sample over. They count towards
-        ``sampling.max_tokens``; completions hold only new tokens, none with finish ``length`` if the limit is used up.
-        At temperature 0 log-probabilities are those at temperature 1. DataError if the prompt is too long.
+        ``sampling.max_tokens``; completions hold only new tokens. If the prefix has used up the limit, they are empty
+        with finish ``length``. At temperature 0 log-probabilities are those at temperature 1. DataError if the prompt
+        is too long.
         """
 
     async def load(self, source: WeightSource, version: int) -> None:

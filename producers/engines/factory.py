@@ -47,7 +47,7 @@ def check_abilities(engine: Engine, needed: Mapping[Ability, str]) -> None:
 
 
 def prepare_engine(name: str, vision: bool) -> None:
-    """Prepare the process for this engine, before it has threads and connections. vision: its model reads images."""
+    """Prepare the process for this engine, before it has threads and connections. vision: the model reads images."""
     if engine_name(name) == "vllm":
         from producers.engines.vllm.core_process import prepare
 

@@ -34,14 +34,17 @@ _ABORTS = 5
 
 
 class RequestGate:
-    """The gate before an engine, in one event loop. holders: those who close it. rejections: of ``reject_waiting``."""
+    """The gate before an engine: requests wait while a caller holds it closed. Use it in one event loop only.
+
+    holders: how many callers hold it closed. rejections: how often ``reject_waiting`` was called.
+    """
 
     def __init__(self) -> None:
         self.holders = self.rejections = 0
         self._changed = asyncio.Condition()
 
     async def wait_open(self, rejections: int | None = None) -> bool:
-        """Wait until the gate is open; False if more than ``rejections``, by default those so far, come first."""
+        """Wait until the gate is open; False if waiting requests are rejected first, which changes ``rejections``."""
         then = self.rejections if rejections is None else rejections
         if self.holders and self.rejections == then:
             async with self._changed:
@@ -57,7 +60,7 @@ class RequestGate:
             await self.release(1)
 
     async def release(self, holders: int) -> None:
-        """Hold requests back for so many callers less."""
+        """Note that so many callers no longer hold the gate closed."""
         self.holders -= holders
         async with self._changed:
             self._changed.notify_all()
@@ -83,8 +86,8 @@ class SampleCall(Generic[Images]):
 class GatedEngine(Engine, ABC, Generic[Core, Images]):
     """An engine whose core samples outside of this process; see Engine for the methods without an underscore.
 
-    A subclass sets ``_core`` and ``_failure`` in ``start``, and keeps the tasks of requests in ``_requests``. Updates
-    are counted in ``_loads``, which salts the prefix cache: none starts from keys and values of older weights.
+    A subclass sets ``_core`` and ``_failure`` in ``start``, and keeps the tasks of requests in ``_requests``.
+    ``_loads`` counts updates and salts the prefix cache: no request starts from keys and values of older weights.
     """
 
     name: ClassVar[str]
@@ -178,7 +181,10 @@ class GatedEngine(Engine, ABC, Generic[Core, Images]):
     async def _gather(
         self, sample: Callable[[int], Awaitable[Completion]], call: SampleCall[Images]
     ) -> list[Completion]:
-        """Run ``sample`` for each index, again if an update ended it without a token; report each, or cancel all."""
+        """Run ``sample`` for each index and report each that ends; if one fails, the others are cancelled.
+
+        A sample is run again if an update ended its request before there was a token.
+        """
         rejections = self._gate.rejections
 
         async def run(index: int) -> Completion:

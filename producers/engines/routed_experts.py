@@ -17,7 +17,10 @@ _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 def mixture_sizes(config: Mapping[str, Any], model: str) -> tuple[int, int, np.dtype[Any]]:
-    """Read a mixture's numbers of layers and of a token's experts, and their type; ConfigError if it has none."""
+    """Read from a model's configuration: number of layers, experts of a token, and the type of their numbers.
+
+    ConfigError for a model without experts. model: its name, for the error.
+    """
     experts = next((int(config[name]) for name in _EXPERTS if config.get(name)), 0)
     if not experts or not config.get("num_experts_per_tok"):
         raise ConfigError(f"trainer.router_replay: {model} has no experts: leave it out")

@@ -42,7 +42,8 @@ def check_sampling(sampling: Sampling, allow_truncated: bool = False, args: Mapp
 def max_new_tokens(prompt: int, prefix: int, sampling: Sampling, max_length: int) -> int:
     """Return how many tokens may still be generated; 0 if the prefix has used up ``max_tokens``.
 
-    prompt, prefix: lengths; the prefix counts as generated. DataError without a prompt or room for a single token.
+    prompt, prefix: lengths in tokens; the prefix counts as generated. DataError if there is no prompt, or no room for a
+    single token.
     """
     if prompt < 1:
         raise DataError("the prompt is empty: a model needs at least one token to continue")

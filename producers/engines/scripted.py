@@ -51,7 +51,7 @@ class SampleScript:
 
 @dataclass
 class _Running(GrowingSample):
-    """A sample that is being generated; it ends at ``until`` tokens with the finish ``end``."""
+    """A sample that is being generated; it ends at ``until`` tokens, with the finish reason ``end``."""
 
     rng: np.random.Generator
     until: int

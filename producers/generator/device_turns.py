@@ -92,9 +92,9 @@ class EngineTurns:
         self._needed = {gpu: after[gpu] - free for gpu, free in before.items() if after.get(gpu, 0) > free}
 
     async def _wait_for_memory(self) -> None:
-        """Wait until the GPUs have what the engine needs, which may be a moment after it was given back.
+        """Wait until the GPUs have the memory that the engine needs: a driver may report it as free a moment later.
 
-        InfraError after FREE_S says who has it; an engine that finds less fails with an error of its own.
+        InfraError after FREE_S names the processes that use it; an engine that finds less fails with its own error.
         """
         end = time.monotonic() + FREE_S
         while self._needed:

@@ -67,7 +67,7 @@ class LoopPulse:
 
 
 class HangWatchdog:
-    """A thread that checks every second, and calls ``end`` with ``what`` hangs if ``growth`` stalls for ``stall_s``."""
+    """A thread that calls ``end`` if ``growth`` has stalled for ``stall_s`` seconds, with ``what`` as the reason."""
 
     def __init__(
         self,
@@ -107,7 +107,7 @@ def end_hung_process(reason: str) -> None:
 
 
 def end_process(code: int) -> NoReturn:
-    """End at once. Children are killed: they hold the device's memory, and may be too busy to notice the end."""
+    """End this process at once. Its children are killed: they hold the device and may be too busy to notice the end."""
     for child in multiprocessing.active_children():
         child.kill()
     sys.stdout.flush()

@@ -184,7 +184,10 @@ class OrderFollower:
 
     @asynccontextmanager
     async def held_open(self) -> AsyncIterator[bool]:
-        """After any pause, let none begin in the block; yields False at once if it ends or its engine is asleep."""
+        """Wait until no pause is in force, and let none begin in the block.
+
+        Yields False without waiting if the generator ends or its engine is asleep.
+        """
         async with self._turned:
             await self._turned.wait_for(lambda: self.is_open or self._ended or self.is_asleep)
             opened = self.is_open and not self._ended

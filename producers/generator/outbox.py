@@ -75,7 +75,8 @@ class Saved:
 def next_piece(saved: Saved | None, partial: Partial) -> tuple[int, Piece] | None:
     """Return number and content of the piece that brings the broker up to date; None if it is.
 
-    It continues the saved state, or replaces the piece of the first other call or note, or all of other tokens.
+    The piece continues the saved state. If a call or a note differs, it replaces the piece that holds the first such.
+    Tokens that do not continue the saved ones start again with piece 0.
     """
     if saved is None:
         return 0, piece_of(partial, 0)
@@ -107,7 +108,7 @@ def _in_common(first: Sequence[Any], second: Sequence[Any]) -> int:
 
 @dataclass
 class _Unsaved:
-    """The newest state of a sample that is not being saved yet. done: for all callers that wait for it."""
+    """The newest state of a sample, not being saved yet. done: the result for all callers that wait for it."""
 
     delivery: Delivery[Task]
     partial: Partial
@@ -124,7 +125,7 @@ class PartialSaver:
         self._saving: asyncio.Task[None] | None = None
 
     def save_soon(self, delivery: Delivery[Task], partial: Partial) -> asyncio.Future[bool]:
-        """Save this state soon; the future, which none need await, says whether the broker has this or a later one."""
+        """Save this state soon. The future says whether the broker has this or a later one; it need not be awaited."""
         key = delivery.message.task_id, partial.sample
         earlier = self._unsaved.get(key)
         done = earlier.done if earlier is not None else asyncio.get_running_loop().create_future()

@@ -32,7 +32,7 @@ log = structlog.get_logger()
 
 
 class Rollout:
-    """One run of a delivery. published: called with each accepted sample. ending: set to cut samples short."""
+    """One run of a delivered task. published: called with each accepted sample. ending: set to cut samples short."""
 
     def __init__(
         self,
@@ -192,7 +192,7 @@ class Rollout:
     async def _prepare(self, sample: SampledCompletion, seconds: float) -> Trajectory | None:
         """Return the sample's message; None, and note it as unfinished, if it is not finished.
 
-        Waits until its weights are decided. DataError if it comes back without a new token though no generator ends.
+        Waits until its weights are decided. DataError if it repeatedly has no new token though no generator ends.
         """
         context = self._context
         good = await context.updates.wait_trusted(sample.spans, len(sample.tokens))
@@ -238,7 +238,7 @@ class Rollout:
         return msgspec.structs.replace(state, trace=self._trace(partial.sample, partial.size))
 
     def _trace(self, sample: int, tokens: int | None = None) -> bytes:
-        """Return a sample's trace so far, of earlier attempts and of this. tokens: so far; None once it is finished."""
+        """Return the trace of a sample's attempts up to now. tokens: sampled so far; None for a finished sample."""
         if self._moments is None:
             return b""
         earlier, own = self._earlier(sample), self._moments.get(sample, ())
@@ -348,7 +348,7 @@ def longest(partials: Sequence[Partial]) -> list[Partial]:
 
 
 def with_earlier(partial: Partial, earlier: Partial | None) -> Partial:
-    """Return a restarted episode with earlier notes and, until it has as many tokens, the calls not repeated yet."""
+    """Return a restarted episode with earlier notes and, until it is as long as before, the calls not repeated yet."""
     if earlier is None:
         return partial
     asked = {call.key for call in partial.calls}

@@ -68,7 +68,7 @@ async def _run_or_leave(generator: Generator, stop: StopFlag) -> None:
 
 
 class Generator:
-    """The parts of one generator around its engine, and its heartbeat. engine_started: the engine finished loading."""
+    """The parts of one generator around its engine, and its heartbeat. engine_started: the engine has been loaded."""
 
     def __init__(self, config: TidemillConfig, name: str, broker: Broker, engine: Engine) -> None:
         self._config = config
@@ -104,7 +104,7 @@ class Generator:
     async def run(self, stop: StopFlag) -> None:
         """Load the engine, run the four loops until stop, return unfinished samples to the queue, close the engine.
 
-        A ConfigError after the start is an InfraError: a restart of this generator may help, and must not end the run.
+        A ConfigError after the start is raised as InfraError, because a restart may help and the run must not end.
         """
         try:
             await self._run(stop)

@@ -87,7 +87,10 @@ def groups_to_take(limit: int, in_flight: int, cache: KvCacheUsage | None, mean:
 
 
 class TaskLoop:
-    """Takes tasks up to capacity and runs them. in_flight: samples taken, not yet published. tokens: published."""
+    """Takes tasks up to the generator's capacity, runs them as rollouts, and ends these at the end.
+
+    in_flight: samples taken and not yet published. tokens: generated and published so far.
+    """
 
     def __init__(self, context: GeneratorContext) -> None:
         self._context = context

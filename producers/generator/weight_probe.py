@@ -31,7 +31,7 @@ WEIGHT = 0.2
 
 
 class ProbeJudge:
-    """Judges an engine's probes, and learns what correct weights differ by. tolerance: the user's own limit in nats."""
+    """Judges an engine's probes, and learns how far correct weights differ. tolerance: the user's own limit in nats."""
 
     def __init__(self, dtype: str, tolerance: float | None = None) -> None:
         self._tolerance = tolerance
@@ -47,7 +47,7 @@ class ProbeJudge:
         return self._limit if self._usual is None else max(self._floor, ratio * self._usual)
 
     def calibrate(self, differences: npt.NDArray[np.float32]) -> None:
-        """Learn from weights that the engine read itself, unless the trainer's version 0 is visibly something else."""
+        """Learn from the model's own weights, unless the trainer's version 0 clearly differs, as after a warm start."""
         if np.isfinite(differences).all() and (mean := float(differences.mean())) < DIFFERENT:
             self._usual = mean
 

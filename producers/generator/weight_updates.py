@@ -153,7 +153,8 @@ class WeightUpdater:
     async def using(self, version: int, evaluating: bool) -> AsyncIterator[bool]:
         """Wait until a task may begin, and yield whether it may; the block is the task.
 
-        With ``generator.update: drain`` weights stay during it. They also wait for evaluations, each of one version.
+        With ``generator.update: drain`` the weights stay during the block. New weights also wait for evaluations, so
+        that one version answers a whole evaluation.
         """
         ready = await self.wait_ready(version)
         self._tasks += ready
@@ -167,7 +168,10 @@ class WeightUpdater:
                 self._changed.notify_all()
 
     async def wait_trusted(self, spans: Sequence[Span], length: int) -> int:
-        """Return a sample's trusted length, once its versions are decided or the updates end; see ``is_decided``."""
+        """Wait until the versions of all spans are decided or the updates end; return the trusted length of the sample.
+
+        DataError for a version that was never in use here, since it would never be decided.
+        """
         if not self.weights.is_decided(spans):
             async with self._changed:
                 await self._changed.wait_for(lambda: self._closed or self.weights.is_decided(spans))
@@ -221,7 +225,8 @@ class WeightUpdater:
     async def check_woken(self, stop: StopFlag) -> None:
         """Load the newest weights into an engine that slept, or probe those that it has, before it samples again.
 
-        InfraError if those fail. A fetch that fails is not repeated: its trainer may be waiting for this device.
+        Weights that can't be fetched now are not waited for, because their trainer may be waiting for this device.
+        InfraError if the weights in use fail their probe.
         """
         self._wakes += 1
         chosen, newest = None, await asyncio.to_thread(self._broker.weights.newest)
@@ -359,7 +364,7 @@ class WeightUpdater:
             log.warning("could not report a verdict on weights", version=manifest.version, error=str(error))
 
     async def _restore(self, old: Manifest) -> None:
-        """Load the previous version again; aborted requests resume from trusted tokens. InfraError if it fails."""
+        """Load the previous version again; aborted requests resume from trusted tokens. InfraError if that fails."""
         self.weights.restoring()
         await self._engine.abort_all()
         await self._load(old, await asyncio.to_thread(self._source, old))

@@ -40,7 +40,7 @@ class ImagePlaceholders:
         return cls(token, settings)
 
     def expand(self, ids: Sequence[int], images: Sequence[Image]) -> tuple[list[int], list[PlacedImage]]:
-        """Expand each image's token; return ids and where images are. DataError unless there are as many as places."""
+        """Expand the images' placeholders; return ids and the images' positions. DataError if they differ in number."""
         places = sum(token == self.token for token in ids)
         if places != len(images):
             raise DataError(f"the prompt has {len(images)} images, and the chat template gives it places for {places}")

@@ -27,7 +27,7 @@ _KINDS = "a path, bytes, a data: URL, or an image of the datasets library"
 
 
 def load_image(value: Any, where: str, folder: Path, load: bool = True) -> bytes:
-    """Load an image's file; DataError, which begins with ``where``, if there is none. load: if False, only look."""
+    """Load an image file; DataError, which begins with ``where``, if there is none. load: if False, only check that."""
     if isinstance(value, bytes | bytearray | memoryview):
         return bytes(value)
     if isinstance(value, Mapping):

@@ -15,7 +15,7 @@ READ_ON_S = 1.0
 class VideoFrames:
     """Frames of videos of ``fps`` frames a second. One file is open at a time, with the frame that was returned last.
 
-    Frames in their order are decoded once each. ConfigError, which begins with ``where``, without a decoder.
+    Frames that are read in order are decoded once each. ConfigError, which begins with ``where``, without a decoder.
     """
 
     def __init__(self, fps: float, where: str) -> None:
@@ -30,7 +30,7 @@ class VideoFrames:
         self._last: Any = None
 
     def frame(self, file: Path, seconds: float, where: str) -> bytes:
-        """Return the frame of this time as a PNG file; DataError, which begins with ``where``, if there is none."""
+        """Return the frame at this time as a PNG file. DataError, which begins with ``where``, if it can't be read."""
         try:
             if file != self._file:
                 self._open(file)

@@ -15,7 +15,7 @@ PARAMETERS = ("task", "client", "base_url", "api_key", "episode")
 
 
 class Agent:
-    """An agent, a function or a class. parameters: the PARAMETERS that it takes. coroutine: it is an async function."""
+    """An agent, a function or a class. parameters: the PARAMETERS that it takes. coroutine: whether it is async."""
 
     def __init__(self, setup: dict[str, Any]) -> None:
         self.name, self._args = setup["run"], setup["args"]

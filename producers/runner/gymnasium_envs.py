@@ -103,7 +103,11 @@ class Environments:
         return 16 if order == b"R" else 4 * len(self._envs) * self._width
 
     def answer(self, order: bytes, body: bytes, channel: socket.socket) -> bytes | memoryview:
-        """Reset, step or draw; return a picture, or the memory of observations, last ones, rewards, ends, success."""
+        """Reset, step or draw, as ``order`` says.
+
+        Returns a picture, or observations and last observations (f4 [N, O], or u1 of pictures), rewards (f4 [N]), ends
+        and success (u1 [N]).
+        """
         if order == b"V":
             return b"=" + self._draw()
         self._ends[:], self._success[:] = 0, UNKNOWN

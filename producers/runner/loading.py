@@ -12,7 +12,7 @@ from .connection import UserCodeError, describe
 
 
 def load(path: str, base: Path, search: list[str] | None = None) -> Any:
-    """Import ``file.py:name`` in ``base``, or ``package.module:name``; UserCodeError otherwise. search: for Python."""
+    """Import ``file.py:name`` in ``base`` or ``package.module:name``; else UserCodeError. search: replaces sys.path."""
     if search is not None:
         sys.path[:] = search
     if str(base) not in sys.path:

@@ -87,7 +87,7 @@ class PendingNotes:
 class EpisodeHandle:
     """The ``episode`` that a plain function is given.
 
-    id: the same in every attempt, so a retry finds what was stored under it. attempt: 0, 1, ... deadline: Unix time.
+    id: the same in every attempt, so a retry finds what was stored under it. attempt: 0, 1, ... deadline: Unix seconds.
     """
 
     def __init__(self, connection: GeneratorConnection, store: PendingNotes, order: dict[str, Any]) -> None:

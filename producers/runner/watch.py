@@ -38,7 +38,8 @@ class Selector(selectors.DefaultSelector):
 class LoopWatch:
     """Reports the event loop when it runs nothing but one task, or one callback, for longer than BLOCKED_S.
 
-    owner: a task's episode, if known. report: called with episode, line, seconds, and whether it is the first time.
+    owner: the episode of a task, if known. report: called with the episode, the line, the seconds, and whether it is
+    the first report of this block.
     """
 
     def __init__(

@@ -8,7 +8,7 @@ import msgspec
 
 @dataclass(frozen=True)
 class Membership:
-    """A place on a closed roll: ``rank`` of ``size`` in the communicator of this number. The trainer has rank 0."""
+    """A place in a communicator, whose members are fixed: its number, ``rank`` and ``size``. The trainer has rank 0."""
 
     communicator: int
     rank: int
@@ -17,10 +17,10 @@ class Membership:
 
 
 class TakePart(msgspec.Struct, tag="take_part", frozen=True):
-    """Order to take part in a broadcast of ``bytes`` bytes, from rank 0's file into those of the others.
+    """Order to take part in a broadcast of ``bytes`` bytes, from rank 0's file into the files of the other ranks.
 
-    If its communicator is not held already, it is created between the addresses that the ranks exchange; ``host`` is
-    this rank's. silence_s: how long one piece may take.
+    If this rank does not hold the communicator already, it is created over the addresses that the ranks exchange. host:
+    this rank's address. silence_s: seconds that one piece may take.
     """
 
     membership: Membership

@@ -94,7 +94,7 @@ class StoredPayload:
 
 
 def bytes_of(size: int, first: int, count: int) -> int:
-    """Return how many bytes of a payload of ``size`` bytes are in these chunks."""
+    """Return how many bytes of a payload of ``size`` bytes lie in ``count`` chunks, beginning with number ``first``."""
     return max(0, min((first + count) * CHUNK_BYTES, size) - first * CHUNK_BYTES)
 
 

@@ -1,7 +1,8 @@
 """The peers' protocol over TCP: a handshake by the run's key, then requests and replies.
 
 A frame is its length, 4 bytes big-endian, and a MessagePack map. The bytes of chunks follow their reply unframed.
-Nothing is signed: readers compare chunks with digests from the broker. TLS is as the broker's (certificate.py).
+Nothing is signed: readers compare chunks with digests from the broker. If the broker has TLS, so does this protocol
+(certificate.py).
 """
 
 import contextlib
@@ -136,7 +137,7 @@ def admit(stream: socket.socket, key: bytes) -> None:
 
 
 def hang_up(stream: socket.socket) -> None:
-    """End a connection, also for another thread that waits for the peer."""
+    """Shut down a connection, which also ends another thread's wait for the peer."""
     with contextlib.suppress(OSError):
         # Not ssl's shutdown, which would break a call in another thread.
         socket.socket.shutdown(stream, socket.SHUT_RDWR)

@@ -64,7 +64,7 @@ def payloads_of(manifests: Sequence[Manifest]) -> Iterator[Payload]:
 
 @contextmanager
 def filling(payload: Payload, folder: Path) -> Iterator[tuple[Path, Path]]:
-    """Yield the path for a payload in ``folder``, and an empty file of its size to fill, which takes that path then."""
+    """Yield a payload's path in ``folder``, and an empty file of its size to fill, which is then moved to that path."""
     # One name for all versions, so that the next reader replaces what a killed one left.
     target = folder / ("delta" if payload.uri.endswith("delta") else "whole")
     aside = target.with_suffix(".part")

@@ -52,7 +52,7 @@ class MessagesBody(msgspec.Struct):
         }
 
     def events(self, answers: Sequence[SampledAnswer], created: int) -> tuple[bytes, bytes]:
-        """The stream has one delta per block; its second part begins with the stop reason."""
+        """Return the answer as events, one delta per block; the second part begins with the stop reason."""
         whole = self.answer(answers, created)
         begun = whole | {"content": [], "stop_reason": None, "usage": whole["usage"] | {"output_tokens": 0}}
         events: list[JSON] = [{"type": "message_start", "message": begun}]

@@ -38,15 +38,15 @@ class OpenAiBody(msgspec.Struct, kw_only=True):
     return_token_ids: bool | None = None
 
     def base(self, shown: str, created: int, kind: str) -> JSON:
-        """Return the fields of an answer, and of each of its chunks, beside the choices."""
+        """Return the fields that an answer, and each of its chunks, has beside the choices."""
         return {"id": shown, "object": kind, "created": created, "model": self.model or "policy"}
 
     def token_ids(self, **ids: list[int]) -> JSON:
-        """Return these fields if the client asked for token ids."""
+        """Return these fields if the client asked for token ids, otherwise none."""
         return ids if self.return_token_ids else {}
 
     def usage_chunks(self, base: JSON, answers: Sequence[SampledAnswer]) -> list[JSON]:
-        """Return the chunk with the numbers of tokens, with which a stream ends if the client asked for it."""
+        """Return the chunk with token counts that ends a stream if the client asked for it, otherwise none."""
         wanted = (self.stream_options or {}).get("include_usage")
         return [base | {"choices": [], "usage": usage(answers)}] if wanted else []
 
@@ -72,7 +72,7 @@ class ChatBody(OpenAiBody, kw_only=True):
         return whole | self.token_ids(prompt_token_ids=answers[0].prompt_ids)
 
     def events(self, answers: Sequence[SampledAnswer], created: int) -> tuple[bytes, bytes]:
-        """The second part of the stream begins with the finish reasons."""
+        """Return the answers as chunks; the second part begins with the finish reasons."""
         base = self.base(answers[0].id, created, "chat.completion.chunk")
         head, tail = [], []
         for index, answer in enumerate(answers):
@@ -129,9 +129,9 @@ def check_n(n: int | None) -> int:
 
 
 def named_logprobs(answer: SampledAnswer) -> list[tuple[str, float]]:
-    """Return the tokens of an answer with log-probabilities that JSON can hold.
+    """Return an answer's tokens as (name, log-probability), -9999 at least because JSON has no infinity.
 
-    Tokens are named as by vLLM's ``return_tokens_as_token_ids``: their text would not be exact.
+    Tokens are named as by vLLM's ``return_tokens_as_token_ids``, because their text would not be exact.
     """
     pairs = zip(answer.ids, answer.logprobs, strict=True)
     return [(f"token_id:{token}", max(float(value), -9999.0)) for token, value in pairs]

@@ -18,7 +18,7 @@ class CompletionBody(OpenAiBody, kw_only=True):
         return self._base(answers, created) | {"choices": choices, "usage": usage(answers)}
 
     def events(self, answers: Sequence[SampledAnswer], created: int) -> tuple[bytes, bytes]:
-        """The stream has one chunk per choice, then the usage; all of it is the second part."""
+        """Return one chunk per choice, then the usage, all in the second part; the first part is empty."""
         base = self._base(answers, created)
         chunks = [base | {"choices": [self._choice(index, answer)]} for index, answer in enumerate(answers)]
         return b"", data_events(chunks + self.usage_chunks(base, answers)) + DONE

@@ -16,7 +16,7 @@ JSON = dict[str, Any]
 Message = dict[str, Any]
 """A chat message in OpenAI's form."""
 ImageForms = Mapping[str, Callable[[JSON, str], str]]
-"""How a protocol writes images: by the type of such a part, what returns its URL."""
+"""How a protocol writes images: for each type of image part, the function that returns its URL."""
 T = TypeVar("T")
 MAX_VALUES = 2_000_000
 """Values in a body, at most; decoding them takes 0.1 s and 150 MB, and Python runs nothing else meanwhile."""
@@ -46,9 +46,9 @@ class Asker:
     def complete_call(
         self, call: CallRequest, data: JSON, max_tokens: int | None, output_format: str | None
     ) -> CallRequest:
-        """Return the call with its sender, its limit and the ignored settings of its body, ``data``.
+        """Return the call with its sender, its token limit, and the settings in the body ``data`` that are ignored.
 
-        output_format: the setting with which the client asks for an answer of a certain form, if it does.
+        output_format: the setting by which the client demands a form of the answer, None if it does not.
         """
         if max_tokens is not None and max_tokens < 1:
             raise bad_request(f"max_tokens {max_tokens}: must be 1 or more")
@@ -108,7 +108,7 @@ def named_events(events: Iterable[JSON]) -> bytes:
 
 @dataclass(frozen=True)
 class WireProtocol:
-    """A protocol: how it reads a request, and how it writes an error, in a body and in a stream."""
+    """A protocol: how to read a request, and how to write an error as a body and as an event of a stream."""
 
     read: Callable[[JSON, Asker], ModelRequest]
     error: Callable[[SessionError], JSON] = openai_error
@@ -116,7 +116,7 @@ class WireProtocol:
 
 
 def _ignored_settings(data: JSON, output_format: str | None, settings: AgentsConfig) -> JSON:
-    """Return the client's settings that are ignored, by name; SessionError if ``settings`` reject constraints."""
+    """Return the client's settings that are ignored, by name; SessionError for a constraint that the run rejects."""
     choice = data.get("tool_choice")
     choice = choice.get("type") if isinstance(choice, dict) else choice
     constraints = [name for name in CONSTRAINTS if data.get(name) is not None]

@@ -140,7 +140,7 @@ class _ResponseForm:
     responses: dict[str, list[Message]]
 
     def answer(self, answers: Sequence[SampledAnswer], created: int) -> JSON:
-        """The answer is also stored as a possible previous response."""
+        """Return the whole answer, and store it as a possible previous response."""
         (answer,) = answers
         body, number = self.body, answer.id.removeprefix("chatcmpl-")
         self.responses["resp_" + number] = [*self.messages, answer_message(answer)]
@@ -179,7 +179,7 @@ class _ResponseForm:
         }
 
     def events(self, answers: Sequence[SampledAnswer], created: int) -> tuple[bytes, bytes]:
-        """The second part of the stream is its last event."""
+        """Return the answer as events; the second part is the last event."""
         events = _events(self.answer(answers, created))
         return named_events(events[:-1]), named_events(events[-1:])
 

@@ -32,9 +32,9 @@ class Generation:
 
 
 class Generations:
-    """The endpoint's state of a session, which is held weakly and forgets undelivered answers: its model calls.
+    """The model calls of one session by their requests. ``session``, held weakly, forgets undelivered answers.
 
-    responses: messages up to each of its last responses, by id.
+    responses: messages up to each of the session's last responses, by the response's id.
     """
 
     def __init__(self, session: OpenSession, patience_s: float = PATIENCE_S) -> None:

@@ -21,7 +21,7 @@ START_S = 10.0
 
 
 class EndpointServer:
-    """Serves agents from ``start`` to ``close``, which takes less than a second: waiting requests are broken off."""
+    """Serves agents from ``start`` to ``close``, which breaks off waiting requests and takes less than a second."""
 
     def __init__(
         self,
@@ -36,7 +36,7 @@ class EndpointServer:
         self._serving: asyncio.Task[None] | None = None
 
     async def start(self) -> str:
-        """Listen; returns the URL without a path, http://127.0.0.1:41234. ConfigError if the address can't be used."""
+        """Listen; return the URL without a path, http://127.0.0.1:41234. ConfigError if the address can't be used."""
         listener = listen(self._settings.address)
         self._server = _UvicornServer(
             uvicorn.Config(

@@ -31,7 +31,7 @@ async def main() -> int:
 def relay(
     connect: Callable[[], Awaitable[tuple[asyncio.StreamReader, asyncio.StreamWriter]]],
 ) -> Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]:
-    """Return what a server does with a connection: it is joined to one that ``connect`` opens."""
+    """Return a server's handler of connections, which joins each to a connection that ``connect`` opens."""
 
     async def carry(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:

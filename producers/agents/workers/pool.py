@@ -39,7 +39,7 @@ class _Cell:
 
 
 class AgentWorkers:
-    """Runs episodes of an agent, a function or class (``run``) or a program (``command``), from start to close."""
+    """Runs episodes of an agent, a function or class (``run``) or a program (``command``), until it is closed."""
 
     keep_requests = False
 
@@ -128,7 +128,7 @@ class AgentWorkers:
         raise InfraError("the agents' processes are closed")
 
     async def _start(self) -> AgentProcess:
-        """Start a process, and retry if it is killed before it is ready, by hand or for lack of memory."""
+        """Start a process; start it again if it is killed before it is ready, by hand or for lack of memory."""
         end, left = time.monotonic() + START_TIMEOUT_S, _STARTS
         while True:
             left -= 1

@@ -49,8 +49,8 @@ class ParsedAnswer:
 class AnswerParts:
     """The parts that a parser found in an answer.
 
-    calls: (name, arguments as JSON text, the parser's own id). content: text outside of calls, with those that can't be
-    read, which ``failures`` counts.
+    calls: (name, arguments as JSON text, the parser's own id). content: the text outside of these calls, with any calls
+    that can't be read. failures: how many can't be read.
     """
 
     content: str | None

@@ -39,9 +39,9 @@ def check_parsers(tool_parser: str, reasoning_parser: str | None, vllm: bool) ->
 class AnswerParser:
     """A parser that splits off the reasoning, then the tool calls; each by our code or vLLM's.
 
-    vllm: the engine is vllm, so its parsers may be loaded, which takes seconds. ConfigError names the allowed values,
-    or why vLLM can't use a parser with this tokenizer.
-    It has no state: calls may overlap in threads, and the same ids give the same answer.
+    It has no state: calls may overlap in threads, and the same ids give the same answer. vllm: whether the engine is
+    vllm, so that its parsers may be loaded, which takes seconds. ConfigError if a parser is unknown, or if vLLM can't
+    use it with this tokenizer.
     """
 
     def __init__(self, tool_parser: str, reasoning_parser: str | None, tokenizer: HfTokenizer, vllm: bool) -> None:

@@ -81,7 +81,7 @@ class VllmParsers:
     ) -> AnswerParts:
         """Parse one answer, which has tool calls only if it ``may_call``.
 
-        What the parser raises, or only logs as an error, counts as a failure.
+        An exception of the parser, or an error that it only logs, counts as a failure.
         """
         from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 

@@ -88,7 +88,7 @@ def options(args: Mapping[str, Any], ours: Mapping[str, str], negative: bool) ->
 
 
 def missing_options(arguments: Sequence[str], defaults: Mapping[str, Sequence[str]]) -> list[str]:
-    """Return those of the default options, each with its values, that the arguments do not set."""
+    """Return the default options, each with its values, that ``arguments`` do not set."""
     given = {*arguments, *(f"--{name[5:]}" for name in arguments if name.startswith("--no-"))}
     return [word for option, values in defaults.items() if option not in given for word in (option, *values)]
 

@@ -1,4 +1,4 @@
-"""The engine over HTTP, of a server that the generator launches or that runs elsewhere.
+"""The engine over HTTP: an SGLang, vLLM or other server, launched by the generator or running elsewhere.
 
 Each sample is one request, answered by a stream; the server records the weight version of each token. If the server
 does not confirm an update, its weights are undefined: none of its samples is used any more, and the generator ends. The
@@ -43,7 +43,7 @@ class HttpEngine(GatedEngine[ServerClient, None]):
     """The ``http`` engine. ``settings.http`` describes the server; ``settings.args`` are options of a launched one.
 
     While the engine is paused, ``generate`` and ``logprobs`` wait. After an update, ``progress`` of a sample in flight
-    is called only at its end: ``growing_versions``. release: name and version of the server, once it has started.
+    is called only at its end (it lacks ``growing_versions``). release: name and version of the server, once started.
     """
 
     name = "http"

@@ -53,7 +53,7 @@ class PrivatePlace:
 
 
 class LaunchedServer:
-    """The server's processes. ended: done when the last of them has ended by itself; the result is the reason."""
+    """The server's processes. ended: done when the last of them has ended by itself; its result is the reason."""
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
         """Start the server, in a running event loop. ConfigError if the system can't start it."""

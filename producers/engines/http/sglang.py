@@ -238,8 +238,10 @@ class SglangDialect:
 
 
 def _context_length(folder: Path, max_length: int) -> int:
-    """Return the context length to ask for. The server reserves a few tokens of it, but starts with no more than the
-    model has positions; the longest prompts are rejected in that case.
+    """Return the context length to ask the server for, which reserves a few tokens of it.
+
+    It is limited to the positions of the model, because the server would not start otherwise; the longest prompts are
+    rejected in that case.
     """
     positions = read_config(folder).get("max_position_embeddings")
     return max_length + _KEPT_BACK if positions is None else max(max_length, min(max_length + _KEPT_BACK, positions))

@@ -14,8 +14,9 @@ UNREADABLE = (AttributeError, IndexError, KeyError, OverflowError, TypeError, Va
 
 @dataclass
 class StreamedSample(GrowingSample):
-    """The part of a sample that a server has sent. version: of its tokens, until an update interrupts it (``updated``)
-    and only its end tells the version of each. loads: number of updates before it.
+    """The part of a sample that a server has sent. loads: number of updates before the sample began.
+
+    version: that of its tokens. Once an update has interrupted it (``updated``), only its end tells their versions.
     """
 
     version: int

@@ -25,7 +25,7 @@ PREFILL = 16384
 
 @dataclass(frozen=True)
 class Draw:
-    """The sampling of a row; temperature 0 is greedy. generator: None for torch's own. seed: its seed, if exact."""
+    """How a row is sampled; temperature 0 is greedy. generator: None for torch's own. seed: its seed in exact mode."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -35,9 +35,10 @@ class Draw:
 
 
 def draw(logits: Tensor, rows: Sequence[Draw]) -> tuple[list[int], list[float]]:
-    """Sample one token for each row of logits float32 [B, V]; returns ids [B] and natural log-probabilities [B].
+    """Sample one token for each row of logits float32 [B, V]; return ids [B] and natural log-probabilities [B].
 
-    These are of the distribution after temperature, top_k and top_p, renormalised; a greedy row's at temperature 1.
+    Log-probabilities are of the distribution sampled from: after temperature, top_k and top_p, renormalised. A greedy
+    row's are those at temperature 1.
     """
     scale = torch.tensor([row.temperature or 1.0 for row in rows], device=logits.device)
     logprobs = truncate(torch.log_softmax(logits / scale[:, None], dim=-1), rows)
@@ -115,7 +116,7 @@ class ContinuousBatch:
         self.rows: list[BatchRow] = []
 
     def join(self, requests: Sequence[Joining], version: int) -> None:
-        """Add the rows of requests, and sample the first token of each."""
+        """Add rows of requests and sample the first token of each; prompts of similar length are prefilled together."""
         for prompt, rows in requests:
             for row in rows:
                 row.prompt = prompt

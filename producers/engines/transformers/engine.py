@@ -1,7 +1,7 @@
 """The engine on Hugging Face transformers: no vLLM needed, correctness before speed. For macOS and small machines.
 
-One thread owns the model and the batch. It samples while there are requests, and does what else it is asked between two
-tokens. Requests in flight keep their keys and values across an update.
+One thread owns the model and the batch. It samples while there are requests; between two tokens it does what other
+threads ask of it. Requests in flight keep their keys and values across an update.
 """
 
 import asyncio
@@ -56,7 +56,7 @@ class TransformersEngine(Engine):
         self._vocabulary = 0
         self._loop: asyncio.AbstractEventLoop
         self._asked = 0
-        """Actions that the thread has to do before it samples on."""
+        """Number of actions that the thread has to do before it samples on."""
         self._paused = False
         self._waiting: deque[Request] = deque()
         # The fields below belong to the engine's thread.
@@ -179,7 +179,7 @@ class TransformersEngine(Engine):
             raise InfraError(f"the transformers engine can't be used: {self._failure}")
 
     def _fail(self, reason: str) -> None:
-        """Fail all requests, in the event loop: the engine can't be used any more. The first reason counts."""
+        """Fail all requests with the first reason: the engine can't be used any more. Runs in the event loop."""
         self._failure = self._failure or reason
         for request in [*self._active, *self._waiting]:
             if not request.done.done():
@@ -188,7 +188,7 @@ class TransformersEngine(Engine):
     # The engine's thread.
 
     def _run(self, action: Callable[[], T]) -> T:
-        """Return what an action returns; an error that is not about its caller ends the engine."""
+        """Run an action and return its result; any error but InfraError and DataError ends the engine."""
         try:
             return action()
         except (InfraError, DataError):
@@ -201,7 +201,7 @@ class TransformersEngine(Engine):
             raise InfraError(f"the transformers engine can't be used: {self._failure}") from error
 
     def _sample(self) -> None:
-        """Sample until there is no request, or something else to do."""
+        """Sample until there is no request, or the thread is asked to do something else."""
         while not (self._asked or self._paused or self._failure) and (self._active or self._waiting):
             self._advance()
 

@@ -108,7 +108,7 @@ class _Layer(CacheLayerMixin):
         self.is_initialized = True
 
     def move(self, slots: int, columns: int, rows: int, used: slice, shift: int) -> None:
-        """Move the used columns of all rows, shifted to the right, into a new buffer unless they fit into this one."""
+        """Move the used columns of all rows right by ``shift``, into a new buffer if they don't fit into this one."""
         to = slice(used.start + shift, used.stop + shift)
         fits = self.keys.shape[::2] == (slots, columns) and (to.stop <= used.start or to == used)
         for name, states in (("keys", self.keys), ("values", self.values)):

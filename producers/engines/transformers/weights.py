@@ -23,7 +23,10 @@ PAGE = 4096
 
 
 def map_tensors(path: Path, names: Iterable[str]) -> dict[str, Tensor]:
-    """Return tensors of a file as views, which outlive it, with all pages mapped. OSError if it can't be opened."""
+    """Return tensors of a safetensors file as views of it, with all pages read and mapped.
+
+    They remain valid when the file is deleted. OSError if it can't be opened.
+    """
     wanted = set(names)
     tensors = {name: tensor for name, tensor in iterate_tensors(path) if name in wanted}
     for tensor in tensors.values():
@@ -33,9 +36,10 @@ def map_tensors(path: Path, names: Iterable[str]) -> dict[str, Tensor]:
 
 
 class ModelWeights:
-    """All weights of a model, which each version replaces in place. A file has them as the model's folder does.
+    """All weights of a model, which each version replaces in place.
 
-    transformers keeps some in another form in memory, such as all experts of a layer as one tensor, and converts them.
+    A file holds them in the form of the model's folder. transformers keeps some in another form in memory, such as all
+    experts of a layer as one tensor, and converts them when it loads a model.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:

@@ -24,7 +24,7 @@ _GIB = 2**30
 def boot(folder: Path, settings: EngineSettings) -> AsyncLLM:
     """Load the model and start vLLM's engine core process; blocks until it can generate.
 
-    Sets environment variables unless they are set. ConfigError names a wrong argument, InfraError another reason.
+    Sets environment variables of vLLM, unless they are set. ConfigError if an argument is wrong, else InfraError.
     """
     set_environment(on_cpu=False)
     os.environ[OWNER_VARIABLE] = str(os.getpid())
@@ -102,9 +102,10 @@ def _cpu_defaults(folder: Path, settings: EngineSettings) -> dict[str, Any]:
 
 
 def kv_cache_bytes(folder: Path, settings: EngineSettings) -> int:
-    """Return the bytes of keys and values of ``max_samples`` full sequences, at most 1 GiB: clearing that takes 3 s.
+    """Return the bytes of keys and values of ``max_samples`` full sequences, at most 1 GiB.
 
-    ``VLLM_CPU_KVCACHE_SPACE`` (GiB) or ``generator.args.kv_cache_memory_bytes`` overrides it.
+    vLLM clears the whole cache at start, which takes 3 s per GiB. ``VLLM_CPU_KVCACHE_SPACE`` (GiB) or
+    ``generator.args.kv_cache_memory_bytes`` overrides it.
     """
     from transformers import AutoConfig
 

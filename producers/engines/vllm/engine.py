@@ -81,7 +81,7 @@ class VllmEngine(GatedEngine["AsyncLLM", "CutImages | None"]):
         return [name for name in self._requests if not begun(name)]
 
     def cache_usage(self) -> KvCacheUsage | None:
-        """See Engine. Samples of a call share the whole blocks of their prompt; the block that one is in is its own."""
+        """See Engine. Samples of a call share the whole blocks of their prompt; each has its last block to itself."""
         if self._core is None:
             return None
         cache = self._core.vllm_config.cache_config

@@ -44,7 +44,10 @@ async def final_output(
 def sampling_params(
     sampling: Sampling, index: int, max_tokens: int, every: int | None, allowed: Sequence[int] | None = None
 ) -> SamplingParams:
-    """Return a sample's parameters. every: tokens between outputs; None: one at the end. allowed: the only tokens."""
+    """Return the parameters of the sample with this index.
+
+    every: tokens between two outputs; None: one at the end. allowed: the only tokens to sample, None for all.
+    """
     from vllm.sampling_params import RequestOutputKind, SamplingParams
 
     return SamplingParams(
@@ -66,17 +69,17 @@ def sampling_params(
 
 
 class VllmSample(GrowingSample):
-    """A sample as the outputs of its request bring it."""
+    """A sample, built up from the outputs of its request."""
 
     def receive(self, output: CompletionOutput) -> None:
-        """Add the new tokens of an output, whose versions come later."""
+        """Add the new tokens of an output; ``so_far`` and ``whole`` set their versions."""
         from vllm.logprobs import FlatLogprobs
 
         self.tokens += output.token_ids
         self.logprobs += output.logprobs.logprobs if isinstance(output.logprobs, FlatLogprobs) else []
 
     def so_far(self, starts: Sequence[tuple[str, int]]) -> Completion:
-        """Return the tokens so far; versions begin at ``starts``, of which the last may lie after them."""
+        """Return the tokens so far. starts: each version with its first token, which may not have been sampled yet."""
         length = len(self.tokens)
         ends = [start for _, start in starts[1:]] + [length]
         self.spans = [
@@ -87,7 +90,7 @@ class VllmSample(GrowingSample):
         return self.completion()
 
     def whole(self, final: RequestOutput) -> Completion:
-        """Return the whole completion, after the last output was added."""
+        """Return the whole completion, after the last output was added. InfraError if the output contradicts it."""
         output = final.outputs[0]
         self.finish = FINISH.get(output.finish_reason or "")
         if self.finish is None:

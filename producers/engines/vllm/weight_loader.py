@@ -24,7 +24,7 @@ class FileInitInfo(WeightTransferInitInfo):
 
 @dataclass
 class FileUpdateInfo(WeightTransferUpdateInfo):
-    """An update. path: a file with checkpoint names, or a model folder with several, that every worker can read."""
+    """An update. path: a safetensors file or model folder with checkpoint names, which every worker can read."""
 
     path: str
 

@@ -63,7 +63,7 @@ def read_arguments(model: type[M], arguments: str, name: str) -> M:
 
 
 def read_settings(model: type[M], settings: Mapping[str, Any] | None, where: str) -> M:
-    """Read the settings of a source; ConfigError, which begins with ``where``, names the first that is wrong."""
+    """Read the settings of a source. ConfigError, which begins with ``where``, names the first wrong setting."""
     try:
         return model.model_validate(settings or {})
     except pydantic.ValidationError as error:
