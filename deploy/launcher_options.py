@@ -41,7 +41,7 @@ OfTrainer = Annotated[Any, typer.Option(parser=parse_whole_gpus, metavar=AUTO, h
 class SlurmOptions:
     """What Slurm is asked for; ``auto`` is what each service needs where Slurm says that there are any GPUs.
 
-    folder: on a file system that all nodes share. own_broker: the services job's, else REDIS_URL or REDIS_URL_FILE.
+    folder: on a file system that all nodes share. own_broker: start a server, or else use REDIS_URL or REDIS_URL_FILE.
     """
 
     folder: Annotated[
@@ -99,7 +99,7 @@ class KubernetesOptions:
 
 @dataclass(frozen=True)
 class RayOptions:
-    """What each service is given; ``auto`` is what it needs if the cluster has GPUs, or a part of a single one."""
+    """What Ray is asked for each service; ``auto`` is what it needs if there are GPUs, or a part of a single GPU."""
 
     address: Annotated[
         str, typer.Option(help="Address of the cluster; auto finds it, local starts one on this machine.")

@@ -1,4 +1,4 @@
-"""Logging of a process, the libraries' too: human on a terminal, else JSON with run, role and service in every line."""
+"""Logging of a process and its libraries, as text on a terminal, otherwise JSON; lines have run, role and service."""
 
 import contextlib
 import errno
@@ -15,7 +15,7 @@ from schemas.config import TidemillConfig
 
 
 class LossyStream:
-    """A stream that loses what can't be written, as on a full disk; without a reader or terminal it is /dev/null."""
+    """A stream that drops what can't be written, as on a full disk. /dev/null replaces a closed pipe or terminal."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream

@@ -99,7 +99,7 @@ def check_quantised(path: str | Path, setting: str = "model.path", adapted: bool
 
 
 def keep_layout(model: Any) -> None:
-    """Have a model with weights in 4 bits compute with them as they are stored, in its own type.
+    """Make a model with 4-bit weights compute with them as they are stored, in the model's own dtype.
 
     On processors with AVX512-BF16 bitsandbytes would lay them out again at the first evaluation, and round to bfloat16.
     """

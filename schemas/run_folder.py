@@ -156,7 +156,7 @@ def read_object(file: Path) -> dict[str, Any]:
 def surviving_lines(lines: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """Yield the lines of the surviving weights, by step. ``lines`` are looped over twice, and never kept.
 
-    A trainer that resumed goes back to a checkpoint's step: older lines of that step and later ones do not count.
+    A trainer that resumed goes back to its checkpoint's step: older lines of that step and later ones do not count.
     """
     kept = array("q")
     steps = array("q")

@@ -1,4 +1,4 @@
-"""Addresses of servers: shown without users and passwords, whether only this machine reaches them, listened at."""
+"""Addresses of servers: hides users and passwords, tells whether only this machine reaches one, and listens at one."""
 
 import ipaddress
 import re
@@ -12,7 +12,7 @@ _SECRET = ("password", "username")
 def hide_password(text: str) -> str:
     """Return a URL, or a text with one, without user and password, for messages.
 
-    They are before the last ``@``, or options of redis-py: ``?username=``, ``?password=``, ``?ssl_password=``.
+    They are before the last ``@``, or redis-py's options ``?username=``, ``?password=`` and ``?ssl_password=``.
     """
     shown = _OPTION.sub(_hide_option, text)
     begin = shown.find("://") + 3 if "://" in shown else 0
@@ -34,7 +34,7 @@ def is_loopback(host: str) -> bool:
 
 
 def open_listener(host: str, port: int) -> socket.socket:
-    """Return a listening socket; OSError or OverflowError if the address can't be used."""
+    """Return a TCP socket that listens at the address; OSError or OverflowError if the address can't be used."""
     listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

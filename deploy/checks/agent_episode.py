@@ -93,7 +93,10 @@ def check_agent(config: TidemillConfig) -> Finding | str:
 
 
 async def play_episode(config: TidemillConfig, position: int = 0, answers: Sequence[str] = (ANSWER,)) -> PlayedEpisode:
-    """Play an example of the first training dataset, then with saved calls. answers: in order, the last repeated."""
+    """Play an example of the first training dataset twice: from its beginning, then with the saved calls.
+
+    answers: the policy's answers to the agent's calls, in order; the last one is repeated.
+    """
     agents = config.generator.agents.model_copy(
         update={"deadline_s": min(DEADLINE_S, config.generator.agents.deadline_s), "processes": 1, "address": LOCAL}
     )

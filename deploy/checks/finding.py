@@ -25,7 +25,7 @@ def judged(name: str, good: bool, text: str, advice: str, bad: Level = "fail") -
 
 
 def run_check(name: str, check: Callable[[], Finding | str | None]) -> Finding:
-    """Return what ``check`` returns or raises as a finding; any exception of the user's own code is a failure."""
+    """Return the result or error of ``check`` as a finding; any exception of the user's own code is a failure."""
     try:
         found = check()
     except TidemillError as error:

@@ -13,7 +13,7 @@ TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.*", "*.tiktoken", "spi
 
 
 def check_hub_or_folder(path: str, setting: str) -> Path | None:
-    """Return a whole model's folder, or None for one of the Hub; ConfigError if neither, or if the Hub is silent."""
+    """Return a whole model's folder, None for a Hub model; ConfigError if neither, or if the Hub is silent too long."""
     folder = Path(path).expanduser()
     if folder.is_dir():
         _check_config(folder, setting)
@@ -45,7 +45,7 @@ def cached_folder(path: str, setting: str = "model.path") -> Path | None:
 
 
 def local_folder(path: str) -> Path | None:
-    """Return a model's folder, or its cached folder if it is of the Hub; None if it is not here."""
+    """Return a model's folder, or the cached folder of a Hub model; None if this machine has neither."""
     folder = Path(path).expanduser()
     return folder if folder.is_dir() else cached_folder(path)
 

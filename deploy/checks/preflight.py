@@ -88,7 +88,7 @@ def inspect(
 
 
 def check_pools(config: TidemillConfig, here: bool = True) -> str:
-    """Check the packages of each pool's generators, but not those of another interpreter or machine; ConfigError."""
+    """Check the packages of each pool's generators in this interpreter and machine; ConfigError if one is missing."""
     found = {}
     for name, one in by_pool(config).items():
         python = config.pools[name].python if name else None

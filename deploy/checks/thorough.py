@@ -103,7 +103,7 @@ def check_bridge(config: TidemillConfig) -> Finding | str:
 
 
 def compare_times(config: TidemillConfig, step_s: float | None) -> Finding | str:
-    """Compare the longest time of an episode with what waits for it. step_s: of a step, by default as measured."""
+    """Compare an episode's longest time with what waits for it. step_s: seconds of a step, by default as measured."""
     deadline_s, held = config.generator.agents.deadline_s, config.flow.staleness + 1
     text = f"episodes take up to {deadline_s:g} s, the trainer gives up after {config.trainer.batch_timeout_s:g} s"
     problems, advice = [], []

@@ -80,7 +80,10 @@ def checks(config: TidemillConfig, thorough: bool = False, step_s: float | None 
 
 
 def check_data(config: TidemillConfig, first: list[Example]) -> Finding | str:
-    """Open every dataset and read its first example, those of training into ``first``. Warn of too few prompts."""
+    """Open every dataset and read its first example. Warn if a batch needs more prompts than there are.
+
+    first: receives the first examples of the training datasets.
+    """
     count, texts = 0, []
     for dataset in config.train:
         levels = [build_dataset(level, config.base) for level in dataset.at_levels()]

@@ -164,7 +164,7 @@ def in_ranks(
 ) -> None:
     """Run this command in several ranks and exit; return if there is one rank, or this process is a rank.
 
-    as_json: add ``--json``, which the first rank answers. ranks: of this machine. machines: those that train together.
+    as_json: add ``--json``. ranks: of this machine, by default trainer.processes. machines: all that train together.
     """
     from deploy.services import torchrun
 

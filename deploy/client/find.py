@@ -1,4 +1,4 @@
-"""Runs on a broker and in folders: find, list and purge them. Without a broker to ask, its client is not loaded."""
+"""Finds, lists and purges runs on a broker and in folders. The broker's client is loaded only if there is a broker."""
 
 from __future__ import annotations
 
@@ -223,7 +223,7 @@ def purge(
 
 
 def purge_ended(url: str | None, days: float, yes: bool, as_json: bool = False, files: FolderOf | None = None) -> None:
-    """Delete the runs that ended ``days`` or more days ago, after confirmation; one that ``purge`` refuses stays."""
+    """Delete the runs that ended ``days`` or more days ago, after confirmation; a run that ``purge`` refuses stays."""
     before = time.time() - days * 86_400
     ended = [run for run in _runs_on_brokers(url) if run.state in OVER and 0 < run.changed <= before]
     if not yes and ended:

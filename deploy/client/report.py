@@ -116,7 +116,7 @@ def _number(value: float | None) -> str:
 
 
 def print_logs(run: str, service: str | None, follow: bool, lines: int, as_json: bool = False) -> None:
-    """Print the newest lines of a run's logs, as_json as objects; with ``follow``, new lines as they appear, too."""
+    """Print the newest lines of a run's logs, or objects if ``as_json``; with ``follow``, also lines as they appear."""
     folder = folder_of(run)
     known = [head.service for head in list_logs(folder.path)]
     if service is not None and service not in known:

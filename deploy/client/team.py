@@ -1,4 +1,4 @@
-"""``tidemill team``: the runs of several control planes and brokers, asked at once: one that is late delays none."""
+"""``tidemill team``: the runs of several control planes and brokers, which are asked at once, each with a deadline."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ STYLE = "body{font:15px system-ui;margin:2em}td,th{text-align:left;padding:.3em 
 
 
 class Place(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Where runs of ``owner`` are: a control plane, with the file of its token beside the team's file, or a broker."""
+    """Where the runs of ``owner`` are: a control plane, with its ``token_file`` beside the team's file, or a broker."""
 
     owner: str
     control: str | None = None
@@ -105,7 +105,7 @@ def _ask_all(questions: Sequence[Callable[[], list[dict[str, Any]]]], within_s: 
 
 
 def _shown(place: Place, answer: Answer, late: str, run: str | None = None) -> list[dict[str, Any]]:
-    """Return the rows of an answer, or one that says why there is no answer."""
+    """Return the rows of an answer, or one row that says why there is no answer."""
     if isinstance(answer, list):
         return answer
     nothing = dict.fromkeys(("step", "steps", "machine", "devices", "max_devices", "device_hours", "last_order"))
@@ -202,7 +202,10 @@ def page(rows: list[dict[str, Any]], user: str = "") -> str:
 
 
 def make_server(file: Path, port: int, user_header: str | None = None) -> ThreadingHTTPServer:
-    """Return a server of the page on loopback. user_header: of a proxy, names the user; none is served without."""
+    """Return a server of the page on loopback; users of other machines reach it through a proxy.
+
+    user_header: header in which the proxy names the user; a request without it is rejected.
+    """
     places = read_places(file)
 
     class Handler(BaseHTTPRequestHandler):

@@ -1,4 +1,4 @@
-"""Where a run's control plane listens, and its token, made on loopback as Jupyter does. Loads no web server."""
+"""Where a run's control plane listens, and its token, made on loopback if users set none. Loads no web server."""
 
 import json
 import os
@@ -35,7 +35,7 @@ def announce(folder: Path, url: str) -> None:
 
 def address_of(folder: Path) -> str | None:
     """Return the URL of the run's control plane, with a slash at its end; None if none is written or it has ended."""
-    # Of a process that has ended here: another user's program may have its port now, and would be sent the token.
+    # Once the process has ended, another user's program may have its port, and would be sent the token.
     found = read_object(folder / ADDRESS)
     url, pid, place = found.get("url"), found.get("pid"), found.get("place")
     ended = place and place == find_place() and isinstance(pid, int) and find_start(pid) != found.get("started")
@@ -43,7 +43,7 @@ def address_of(folder: Path) -> str | None:
 
 
 def make_token(folder: Path) -> str:
-    """Return the token that a control plane on loopback asks for if users set none, kept in its folder. ConfigError."""
+    """Return the token that protects loopback if users set none; ConfigError if the run's folder can't keep it."""
     token = own_token(folder)
     if token is None:
         token = secrets.token_urlsafe(MIN_TOKEN)
@@ -80,7 +80,10 @@ def withdraw(folder: Path, url: str) -> None:
 
 
 def read_token(file: Path | None, environment: Mapping[str, str], variable: str = TOKEN) -> str | None:
-    """Read the token of ``file``, the variable, or the file that it names by _FILE; None if unset. ConfigError."""
+    """Read the token from ``file``, from the file that ``variable``_FILE names, or from ``variable``; None if unset.
+
+    ConfigError if the file can't be read, or if the token is too short or has spaces or non-ASCII characters.
+    """
     source = file or (Path(environment[f"{variable}_FILE"]) if environment.get(f"{variable}_FILE") else None)
     if source is not None:
         try:
@@ -100,7 +103,10 @@ def read_token(file: Path | None, environment: Mapping[str, str], variable: str 
 
 
 def listen(host: str, port: int, token: str | None) -> socket.socket:
-    """Return a listening socket, on loopback at a free port if taken; ConfigError: unusable, or needs a token."""
+    """Return a listening socket; on loopback, a port that is taken is replaced by a free one.
+
+    ConfigError if the address can't be used, or if other machines reach it and there is no token.
+    """
     if token is None and not is_loopback(host):
         raise ConfigError(
             f"control.host {host} is reachable from other machines, so a token is needed: set {TOKEN},"

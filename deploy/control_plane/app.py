@@ -37,7 +37,10 @@ OF_EVERY_ROUTE = (401, 403, 413, 429, 503)
 def make_app(
     context: Context, token: str | None = None, hosts: frozenset[str] = LOOPBACK_NAMES, read_token: str | None = None
 ) -> Any:
-    """Return the application. token: of every request but probes and the page. read_token: one that orders nothing."""
+    """Return the ASGI application. token: required of every request but probes and the page; None only on loopback.
+
+    hosts: names under which requests without a token may address it. read_token: allows reading, but no orders.
+    """
 
     @asynccontextmanager
     async def life(app: FastAPI) -> AsyncIterator[None]:

@@ -1,4 +1,4 @@
-"""The control service: listens, says where, and ends in order."""
+"""The control service: listens, announces its address, and ends in order."""
 
 import contextlib
 import os
@@ -102,7 +102,7 @@ def deployment_names(config: TidemillConfig) -> dict[str, str]:
 
 
 def run_files(folder: Path, host: str, port: int, on_listen: Callable[[str], None]) -> None:
-    """Serve the page over runs in ``folder`` until the process is asked to end. on_listen: gets the address."""
+    """Serve the page over runs in ``folder`` until asked to end. on_listen: gets the address, with a token if made."""
     token = read_token(None, os.environ)
     reading = reading_token(token)
     own = secrets.token_urlsafe() if token is None and is_loopback(host) else None

@@ -79,7 +79,7 @@ class ProbeReference:
 
 
 def check_gpu(file: Path, overrides: Sequence[str], config: TidemillConfig, ranks: int) -> list[Finding]:
-    """Make all checks on this machine's GPUs, or its CPU; ``file`` is for the ranks. ConfigError: no language model."""
+    """Make all checks on this machine's GPUs, or its CPU. file, overrides: for ranks. ConfigError if kind is mlp."""
     if config.model.kind == "mlp":
         raise ConfigError("--gpu checks language models, and model.kind is mlp")
     began = time.monotonic()

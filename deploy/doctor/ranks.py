@@ -1,4 +1,4 @@
-"""``tidemill doctor --ranks``: each rank measures itself and its link to rank 0, which compares what all report."""
+"""``tidemill doctor --ranks``: whether ranks can train together. Each measures itself and its link; rank 0 compares."""
 
 import importlib.metadata
 import platform

@@ -63,7 +63,10 @@ def write_card(config: TidemillConfig, folder: Path, checkpoint: str, adapter: b
 
 
 def push(folder: Path, repository: str, private: bool) -> str:
-    """Upload an exported model to the hub in one commit; returns its address. ConfigError; InfraError: no answer."""
+    """Upload an exported model to the hub in one commit, with the hub client's own token; returns its address.
+
+    ConfigError if the repository's name or the token is wrong, InfraError if the hub does not answer.
+    """
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalTokenNotFoundError
 

@@ -28,7 +28,10 @@ MEMORY = {
 
 @dataclass(frozen=True)
 class Evaluation:
-    """A complete evaluation on held-out prompts: mean reward, share of correct samples, seconds since the run began."""
+    """A complete evaluation on held-out prompts. reward: mean. wall_s: seconds since the run began.
+
+    accuracy: share of correct samples; None if the configuration does not say which are correct.
+    """
 
     version: int
     reward: float
@@ -43,7 +46,10 @@ def plot_run(
     file: Path,
     last: int | None = None,
 ) -> None:
-    """Write a PNG of metrics.jsonl, looped over twice, up to step ``last``; an evaluation's version is its step."""
+    """Write a PNG of a run's rewards. An evaluation of version v is drawn at step v.
+
+    metrics: the lines of metrics.jsonl, looped over twice. last: the last step whose reward is shown.
+    """
     # matplotlib takes a second to load and nothing before needs it.
     from matplotlib.figure import Figure
 

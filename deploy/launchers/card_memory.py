@@ -18,7 +18,7 @@ MORE_CACHE = "a larger gpu_memory_utilization or tensor_parallel_size in generat
 
 
 def check_cards(config: TidemillConfig, gpus: Sequence[Gpu], plan: GpuPlan) -> Iterator[Finding]:
-    """Judge whether this machine's trainer and generators fit their GPUs; nothing if memory or model are not known."""
+    """Judge whether trainer and generators fit the GPUs of ``plan``; nothing if memory or model is not known here."""
     known = [gpu.memory_gb for gpu in gpus if gpu.memory_gb is not None]
     path = config.model.path
     if not known or config.model.kind == "mlp":

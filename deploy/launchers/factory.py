@@ -57,7 +57,7 @@ def check_places(config: TidemillConfig, launcher: str, replicas: int | None = N
 
 
 def check_whole(options: object, config: TidemillConfig, of_pool: str, *names: str) -> None:
-    """Raise ConfigError for an option, or a pool's ``of_pool``, beside ``placement``, which puts a run on one node."""
+    """Raise ConfigError if one of these options, or a pool's ``of_pool``, is set in a run with ``placement``."""
     given = {f"--{name.replace('_', '-')}": (getattr(options, name), getattr(type(options), name)) for name in names}
     for name, pool in config.pools.items():
         given[f"pools.{name}.{of_pool}"] = (getattr(pool, of_pool), getattr(PoolConfig(), of_pool))

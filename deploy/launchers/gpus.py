@@ -104,7 +104,7 @@ def shared_utilization(config: TidemillConfig, replicas: int) -> float | None:
 def plan_gpus(
     config: TidemillConfig, gpus: Sequence[Gpu], trainer: int | Auto = "auto", generator: int | Auto = "auto"
 ) -> GpuPlan:
-    """Assign this machine's GPUs. trainer, generator: those of each, if given. ConfigError if there are too few."""
+    """Assign this machine's GPUs; ConfigError if too few. trainer, generator: GPUs of the trainer and a generator."""
     check_counts(trainer, generator)
     if config.placement is not None and (gpus or not config.placement.is_auto):
         return _place(config, config.placement, gpus)

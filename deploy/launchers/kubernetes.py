@@ -140,7 +140,7 @@ class Kubernetes(KubernetesOptions):
         return None if quota.most is None else (quota.most - quota.trainer) // quota.widths["generator"]
 
     def _made_model(self, config: TidemillConfig) -> str:
-        """Return a file on the volume that is there once the trainer's pod has the model; "" if generators fetch it."""
+        """Return the file that is on the volume once the trainer's pod has the model; "" if nothing waits for it."""
         model = config.model
         if config.warm_start is not None:
             return f"{model.path}/config.json"
@@ -351,7 +351,7 @@ def _scaled(role: str, namespace: str) -> dict[str, Any]:
 
 
 def _portable(config: TidemillConfig, extra: Sequence[Path]) -> tuple[dict[str, Any], list[Path]]:
-    """Return the configuration for a pod, and the files that it names or are ``extra``; ConfigError if they can't."""
+    """Return a pod's configuration and files; ConfigError if one is missing, two share a name, or all are too big."""
     named: dict[str, Path] = {}
 
     def add(path: Path) -> str:

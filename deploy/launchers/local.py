@@ -83,9 +83,9 @@ class Balance:
 
 
 class Local(Processes):
-    """GPUs are dealt out: the first ones to the trainer, the next to each generator in turn.
+    """Launches a run on this machine: the first GPUs are the trainer's, the next are each generator's in turn.
 
-    generator_gpus: of one generator. ``auto`` is what each needs; with 0 a service sees what this process sees.
+    generator_gpus: GPUs of one generator. ``auto`` is what each needs; with 0 a service sees the GPUs of this process.
     """
 
     def __init__(self, trainer_gpus: int | Auto = "auto", generator_gpus: int | Auto = "auto") -> None:

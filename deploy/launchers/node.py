@@ -36,7 +36,7 @@ NAME = "[A-Za-z0-9][A-Za-z0-9._-]{0,62}"
 
 
 class Node(Processes):
-    """This machine's generators and their starter. name: in a pool's ``nodes``, by default the host's. ConfigError."""
+    """This machine's generators and their starter; ConfigError if none. name: in ``nodes``, by default the host's."""
 
     def __init__(self, config: TidemillConfig, name: str | None = None, gpus: Sequence[Gpu] | None = None) -> None:
         self.name = name or socket.gethostname()

@@ -23,7 +23,7 @@ from schemas.errors import ConfigError
 def plan_pools(
     config: TidemillConfig, gpus: Sequence[Gpu], trainer: int | Auto = "auto", generator: int | Auto = "auto"
 ) -> GpuPlan:
-    """Do as ``plan_gpus``: first for the trainer, then for each pool in order. A single GPU is shared by all."""
+    """Assign GPUs as ``plan_gpus`` does: to the trainer, then to each pool in order, or a single GPU to all."""
     check_counts(trainer, generator)
     own, pools = config.generator.replicas, of_node(config, "")
     if gpus and config.placement is not None and config.placement.is_auto:
@@ -54,7 +54,7 @@ def plan_pools(
 def plan_node(kinds: Mapping[str, TidemillConfig], gpus: Sequence[Gpu]) -> GpuPlan:
     """Deal all of a machine's GPUs out to generators; ConfigError if they are too few.
 
-    kinds: configurations by the beginning of names. Without ``generator.replicas``, as many as there are GPUs for.
+    kinds: configurations by the beginning of generators' names. Without ``generator.replicas``, as many as GPUs allow.
     """
     free, placed = list(range(len(gpus))), dict[str, Sequence[int]]()
     for kind, one in kinds.items():

@@ -81,7 +81,7 @@ class Autoscaler:
 
 
 class Host:
-    """The actor of one service, on its node. ``wait`` runs in a thread beside all other calls."""
+    """The actor of one service, on the node where Ray has put it. Other calls may run while ``wait`` does."""
 
     def __init__(
         self, argv: Sequence[str], name: str, log: str | None, environment: Mapping[str, str], folder: str

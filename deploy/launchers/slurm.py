@@ -64,7 +64,7 @@ class Slurm(SlurmOptions):
             check_whole(self, config, "slurm", *options)
         check_record(config)
         elsewhere = bool(self.setup or self.container)
-        # What only a job's node can tell: its ports, and the data, user's code and model of another environment.
+        # Only a job's node can check its ports, and the data, user's code and model of another environment.
         skip = {"control plane", *(["user code"] if elsewhere else []), *(["model"] if self.container else [])}
         check(config, here=not elsewhere and not any(pool.python for pool in config.pools.values()), skip=skip)
         if whole is not None:

@@ -47,7 +47,7 @@ class HeldOut:
 
 @dataclass(frozen=True)
 class Duel:
-    """A comparison of models by prompts that both answered; both get half a win more, so that Elo is finite."""
+    """A comparison of two models by the prompts both answered. Each gets half a win more, so that Elo stays finite."""
 
     wins: int
     ties: int
@@ -66,7 +66,7 @@ class Duel:
         return (self.wins + self.ties / 2 + 0.5) / (self.wins + self.ties + self.losses + 1)
 
     def elo(self) -> tuple[float, float, float]:
-        """Return the lead in Elo points, 400 * log10(p / (1 - p)), and Wilson's bounds of 95 %; ties are half won."""
+        """Return the first model's Elo lead, 400 * log10(p / (1 - p)), and Wilson's 95 % bounds; ties count half."""
         count, z = self.wins + self.ties + self.losses + 1, 1.96
         middle = (self.share + z * z / (2 * count)) / (1 + z * z / count)
         spread = z / (1 + z * z / count) * math.sqrt(self.share * (1 - self.share) / count + (z / (2 * count)) ** 2)
@@ -89,7 +89,10 @@ def evaluate_model(
     against: Path | None = None,
     as_json: bool = False,
 ) -> None:
-    """Evaluate ``model`` or model.path, also ``against`` another by prompts; print a line for each dataset, or JSON."""
+    """Evaluate ``model``, or else model.path, and print one line for each dataset, or all as JSON.
+
+    against: another model, with which it is compared prompt by prompt.
+    """
     configure_logging(config, "eval", "eval")
     prepare_engine(config.generator.engine, config.model.kind == "vision")
     path = config.model.path if model is None else str(model)
@@ -163,7 +166,7 @@ async def _evaluate(
                     )
                     found = [sample async for sample in samples if not isinstance(sample, FailedSample)]
                 if "training" in engine.lacks:
-                    # It tells no log-probabilities; no score needs them.
+                    # The engine returns no log-probabilities, and no score needs them.
                     found = [replace(sample, logprobs=[0.0] * len(sample.logprobs)) for sample in found]
                 bar.advance(shown)
                 return [sample.to_trajectory(task, config.run.name, "eval") for sample in found]

@@ -25,7 +25,7 @@ FRAME_MS = 40
 def play(config: TidemillConfig, step: WantedStep, seed: int | None, steps: int, to: Path | None) -> dict[str, Any]:
     """Play one episode, of at most ``steps`` steps, with the most probable actions; returns what happened.
 
-    seed: by default the first of the evaluation. ConfigError without a checkpoint, or if there are no pictures.
+    seed: by default the evaluation's first. ConfigError without a checkpoint, or if the environment gives no pictures.
     """
     from PIL import Image
 

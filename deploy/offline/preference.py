@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def make_preference_model(config: TidemillConfig, settings: DpoConfig | RewardModelConfig) -> dict[str, Any] | None:
-    """Train model.path on pairs and write its ``out``. Returns what ``--json`` prints; None but in the first rank."""
+    """Train model.path on preference pairs and write ``out``. Returns what ``--json`` prints, None in other ranks."""
     from consumers.offline.loop import MemoryLimits
     from consumers.offline.preference import train_on_pairs
     from consumers.trainer.distributed.ranks import Ranks

@@ -121,7 +121,7 @@ def find_served(
 
 
 class LiveWeights:
-    """The weights that a run publishes, loaded into an engine: the run neither knows nor waits for this reader."""
+    """Loads the weights that a run publishes into an engine. The run does not know this reader, nor wait for it."""
 
     def __init__(self, config: TidemillConfig, engine: Engine) -> None:
         self._broker = find(str(config.folder / "config.yaml"), None, config.broker.prefix)

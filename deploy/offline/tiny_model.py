@@ -30,7 +30,10 @@ def byte_tokenizer(specials: Sequence[str], characters: str | None = None, **set
 def random_model(
     vocabulary: int, seed: int, *, hidden: int, intermediate: int, layers: int, heads: int, max_length: int, **more: Any
 ) -> Qwen2ForCausalLM:
-    """Return a random float32 Qwen2, equal for equal seeds. more: of Qwen2Config; else untied, no special token."""
+    """Return a random float32 Qwen2; equal seeds give equal weights.
+
+    more: other settings of Qwen2Config. By default embeddings are untied, and no token is special.
+    """
     settings = {"tie_word_embeddings": False, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
     config = Qwen2Config(
         vocab_size=vocabulary,
@@ -47,7 +50,7 @@ def random_model(
 
 
 def write_tiny_model(folder: Path, tokenizer: PreTrainedTokenizerFast, seed: int, **shape: Any) -> int:
-    """Write a ``random_model`` of this shape with its tokenizer to ``folder``; returns the number of parameters."""
+    """Write a ``random_model`` of ``shape`` and its tokenizer to ``folder``; returns the number of parameters."""
     special = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
     model = random_model(len(tokenizer), seed, **special, **shape)
     model.save_pretrained(folder)

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 def make_model(config: TidemillConfig, settings: WarmStartConfig) -> dict[str, Any] | None:
     """Train the model of ``warm_start`` into model.path, unless it is there already; ConfigError says why not.
 
-    Started as several ranks (torchrun), all of them train. Returns what ``--json`` prints; None but in the first rank.
+    If several ranks are started (torchrun), all train. Returns what ``--json`` prints; None in all ranks but the first.
     """
     configure_logging(config, "sft", "sft")
     current = {"model": config.model.path, "made": False}
@@ -125,7 +125,7 @@ def is_current(config: TidemillConfig, settings: WarmStartConfig) -> bool:
 
 
 class Demonstrations(Sequence[Any]):
-    """Prompt, answer and images of each example, read when asked for: whole images are not kept. ConfigError."""
+    """Prompt, answer and images of examples, read at each access and not kept. ConfigError without prompt or answer."""
 
     def __init__(self, dataset: DatasetConfig, base: Path) -> None:
         self._name, self._examples = dataset.name, build_dataset(dataset, base)

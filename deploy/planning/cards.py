@@ -1,7 +1,7 @@
 """Cards and links by their data sheets, and the time that a step's work takes on them.
 
 An operator takes as long as its arithmetic or its memory, whichever is longer (roofline, doi:10.1145/1498765.1498785).
-What sharding gathers and reduces is done beside the arithmetic, what tensor and context parallelism exchange is not.
+What sharding gathers and reduces overlaps with the arithmetic; what tensor and context parallelism exchange does not.
 """
 
 import re
@@ -96,7 +96,10 @@ def recognize_card(device: str) -> str | None:
 
 
 def find_links(text: str | None, gpu: str) -> Links:
-    """Read ``--link INSIDE,BETWEEN``; by default nvlink if the card has it, or else pcie4, and ib400. ConfigError."""
+    """Read ``--link``: the link within a machine, and after a comma that between machines, by default ib400.
+
+    None: nvlink if the card has it, else pcie4. ConfigError names the links that are known.
+    """
     nvlink = {"nvlink": rate} if (rate := find_card(gpu).nvlink) else {}
     inside, _, between = (text or ("nvlink" if nvlink else "pcie4")).lower().partition(",")
     rates = nvlink | LINKS

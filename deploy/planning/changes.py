@@ -27,7 +27,7 @@ class PlanChange:
 
 
 def rehearse_apart(config: TidemillConfig, ranks: int, on_gpu: bool = True, limit_s: float = LIMIT_S) -> dict[str, Any]:
-    """Return what ``rehearse`` does, computed by a child process; ConfigError if it can't be within ``limit_s``."""
+    """Return the StepSize of rank 0, which a child process computes; ConfigError if it can't within ``limit_s``."""
     question = {"config": dump_config(config), "ranks": ranks, "on_gpu": on_gpu}
     named = f"model.path {config.model.path!r}"
     try:

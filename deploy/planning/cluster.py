@@ -43,7 +43,10 @@ def engine_width(config: TidemillConfig) -> int:
 
 @dataclass(frozen=True)
 class DeviceQuota:
-    """The devices that a run may hold: ``most``, the trainer's, and ``widths`` of one generator, by an order's kind."""
+    """The devices that a run holds, and how many it may hold. most: supervisor.max_devices. trainer: its devices.
+
+    widths: devices of one generator, by the name that orders to scale have for its kind; other roles hold none.
+    """
 
     most: int | None = None
     trainer: int = 0
@@ -58,7 +61,7 @@ class DeviceQuota:
 
     @classmethod
     def check(cls, config: TidemillConfig, trainer: int | None = None, generators: int | None = None) -> DeviceQuota:
-        """Return a run's quota; ConfigError if it starts with more. trainer, generators: a launcher's own numbers."""
+        """Return the run's quota; ConfigError if it starts with more. trainer, generators: a launcher's numbers."""
         quota = cls.of(config)
         quota = quota if trainer is None else replace(quota, trainer=trainer)
         sizes = {scaled_role("generator", pool): one.generator.replicas for pool, one in by_pool(config).items()}
@@ -130,7 +133,7 @@ class ClusterRates:
 
 @dataclass(frozen=True)
 class PoolPart:
-    """Generators of a pool. generator_gpus: of each, 0 on their own machines. shared: are on the trainer's GPUs."""
+    """Generators of a pool. generator_gpus: of each, 0 on machines of its own. shared: if on the trainer's GPUs."""
 
     name: str
     generators: int

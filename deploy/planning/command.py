@@ -39,8 +39,8 @@ def plan(
 ) -> dict[str, Any]:
     """Print the plans of each staleness, and the settings of the one to start from, up to the configured staleness.
 
-    trained: tokens a second of one GPU of the trainer; sampled: of a full generator; mean: tokens of an answer; None
-    and ``computed``: see figures. as_json: print nothing, and return all of it.
+    trained: tokens a second of one GPU of the trainer; sampled: of a full generator; mean: tokens of an answer. For
+    None, and for ``computed``, see figures. as_json: print nothing, and return all of it.
     """
     known = figures(config, trained, sampled, mean, computed=computed)
     plans = [make(config, gpus, staleness, known) for staleness in STALENESS]
@@ -161,7 +161,7 @@ def advise(compared: Mapping[str, Plan], chosen: Plan, known: Known) -> Iterator
 
 
 def choose(plans: list[Plan]) -> Plan:
-    """Choose the least staleness with nearly the best throughput: what it costs in quality is not simulated."""
+    """Choose the least staleness with nearly the best throughput: its cost in quality is not simulated."""
     most = max(plan.outcome.tokens_per_s for plan in plans)
     return next(plan for plan in plans if plan.outcome.tokens_per_s >= NEARLY * most)
 

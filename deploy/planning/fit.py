@@ -291,7 +291,7 @@ def size_engines(
 
 
 def vllm_shares(pools: Mapping[str, TidemillConfig], shared: bool) -> dict[str, float]:
-    """Return the share of a card for an engine of each pool with generators, 0 if not vLLM's. shared: trainer_room."""
+    """Return the share of a card for an engine of each pool with generators, 0 if not vLLM. shared: trainer_room's."""
     there = {pool: one.generator for pool, one in pools.items() if one.generator.replicas}
     usual = SHARED / sum(each.replicas for each in there.values()) if shared and there else VLLM_SHARE
     return {

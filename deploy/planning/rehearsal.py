@@ -55,7 +55,7 @@ def rehearse(config: TidemillConfig, ranks: int, on_gpu: bool = True) -> StepSiz
     joined = Ranks(parallel=config.trainer.parallel)
     # Fake tensors tell "cpu" from "cpu:0".
     joined.accelerator.state.device = torch.device("cpu")
-    # A channel to ranks that do not exist.
+    # The other ranks do not exist, so what is sent to them goes nowhere.
     joined.__dict__["channel"] = SimpleNamespace(send=lambda rank, data: None)
     if ranks == 1 and config.model.dtype == "float32":
         # Moving fake tensors to the device that they are on fails.
@@ -156,7 +156,7 @@ def _empty(model: PreTrainedModel, fake: FakeTensorMode) -> None:
 
 
 def make_batch(config: TidemillConfig, layout: Layout) -> list[MicroBatch]:
-    """Make full micro-batches of the longest samples, of a vision model with a square image each; no shared prefix."""
+    """Make full micro-batches of the longest samples, which share no prefix; those of a vision model have an image."""
     budget, longest = config.trainer.micro_batch_tokens * layout.context, config.model.max_length
     rows = [longest] * max(1, budget // longest)
     rest = budget - sum(rows)

@@ -151,7 +151,7 @@ def figures(
 
 
 def count_sharing(config: TidemillConfig, running: Mapping[str, int] = MappingProxyType({})) -> Counter[str]:
-    """Return how many of the first ``running`` generators of each pool, or of all, have GPUs of the trainer."""
+    """Return how many of the first ``running`` generators of each pool, by default of all, have GPUs of the trainer."""
     placement, found = config.placement, Counter[str]()
     if placement is None or placement.is_auto:
         return found

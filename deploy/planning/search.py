@@ -78,7 +78,10 @@ def best(
 
 
 def pool_parts(config: TidemillConfig, gpus: int | None, known: Known) -> list[PoolPart]:
-    """Return the most generators of each pool: those that are set, also without ``gpus`` and on machines of its own."""
+    """Return the most generators that each pool can have on ``gpus``.
+
+    It is the configured number if that is set, if the pool has machines of its own, or if ``gpus`` is None.
+    """
     found = []
     for name, rates in known.pools.items():
         one, own = of_pool(config, name), bool(config.pools[name].nodes)
@@ -120,7 +123,7 @@ def best_in_turns(
     steps: int = 8,
     pools: Sequence[PoolPart] = (),
 ) -> Plan:
-    """Find the best turns on the GPUs and with the window of a split; between quarters of them little changes."""
+    """Find how many GPUs, in quarters, a trainer in turns uses best, with the GPUs and the window of a split."""
     gpus, unit, width = split.layout.gpus, trainer_unit, split.layout.generator_gpus
     tried = sorted({max(unit, round(gpus * quarters / 4) // unit * unit) for quarters in range(1, 5)})
     fitting = (count for count in tried if max(count, gpus - count) >= width)
@@ -130,7 +133,7 @@ def best_in_turns(
 def in_turns(
     plan: Plan, trainers: int, rates: ClusterRates, mix: LengthMix, steps: int = 8, pools: Sequence[PoolPart] = ()
 ) -> Plan:
-    """Return what a plan gives with generators of its best pool, or else of ``pools``, also on the trainer's GPUs."""
+    """Simulate a plan with generators on the trainer's GPUs, too: of its best pool, or the first of ``pools``."""
     layout, width = plan.layout, plan.layout.generator_gpus
     if layout.pools:
         own = _deal((pool for pool in layout.pools if not pool.shared), layout.gpus - trainers)
@@ -210,7 +213,7 @@ def _on_trainers(layout: ClusterLayout, pool: PoolPart) -> ClusterLayout:
 
 
 def _ranges(layout: ClusterLayout, names: Sequence[str]) -> str:
-    """Return the GPUs of the generators by pool: those of their own first, since the last ones are given up first."""
+    """Return the GPUs of the generators by pool, those of the trainer last, since the last ones are given up first."""
     found, free = [], layout.trainers
     for name, shared in product(names, (False, True)):
         count = sum(

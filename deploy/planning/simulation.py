@@ -49,7 +49,7 @@ class SimulationResult:
 
 @dataclass
 class _Generator:
-    """An engine. clock: tokens of a sample here since the beginning, at time ``at``. ends: clock, task and length."""
+    """An engine. clock: tokens of a sample here from the beginning, at ``at``. ends: clock, task, length of each."""
 
     rates: ClusterRates
     clock: float = 0.0

@@ -141,7 +141,7 @@ def shrink(settings: PretrainedConfig) -> PretrainedConfig:
 
 @contextmanager
 def cut_to(config: TidemillConfig, layers: int, checkpointed: bool) -> Iterator[TidemillConfig]:
-    """Give a configuration whose model has its first layers alone. checkpointed: what ``auto`` means for the whole."""
+    """Yield the configuration of a model cut to ``layers``. checkpointed: for activation_checkpointing ``auto``."""
     folder = resolve_folder(config.model.path, weights=False)
     with tempfile.TemporaryDirectory() as cut:
         for file in Path(folder).iterdir():

@@ -68,7 +68,10 @@ def refuse_finished(config: TidemillConfig) -> None:
 
 
 def refuse_foreign(config: TidemillConfig, fresh: bool) -> None:
-    """Raise ConfigError, before anything is written, if this run may not use its folder. fresh: to delete it."""
+    """Raise ConfigError, before anything is written, if this run may not start or resume in its folder.
+
+    fresh: whether the run's files there are to be deleted first.
+    """
     folder = config.folder
     record = read_record(folder) if fresh else check_record(config)
     url = find_url(config.broker.url)
@@ -95,7 +98,10 @@ def claim_name(config: TidemillConfig) -> None:
 
 
 def settle_configuration(config: TidemillConfig) -> list[str]:
-    """Write the configuration, keep earlier ones and summaries aside; returns changes: ``trainer.steps 10 -> 20``."""
+    """Write the configuration for the services, and keep those of earlier attempts and their summaries aside.
+
+    Returns the settings that changed since the last attempt, such as ``trainer.steps 10 -> 20``.
+    """
     file, new = config.folder / CONFIG, config.folder / f".{CONFIG}.new"
     save_config(config, new)
     changes: list[str] = []
@@ -129,7 +135,7 @@ def changed_settings(old: Path, new: Path) -> list[str]:
 
 
 def forget_run(config: TidemillConfig) -> None:
-    """Delete the run's files but the held lock, and its keys in a shared broker; ConfigError while it is alive."""
+    """Delete the run's files but the held lock, and its keys in a shared broker; ConfigError if services are alive."""
     shared = find_url(config.broker.url) is not None
     if shared:
         broker = Broker.connect(config, any_schema=True)
@@ -149,7 +155,7 @@ def forget_run(config: TidemillConfig) -> None:
 
 
 def ended_folder(owner: Owner) -> tuple[Path, Callable[[], None]]:
-    """Return the folder of an ended run, and what deletes its files there; ConfigError if it isn't here, or in use."""
+    """Return an ended run's folder and what deletes its files; ConfigError if elsewhere, another run's, or in use."""
     folder = Path(owner.folder)
     record = read_record(folder) if folder.is_absolute() else None
     if record is None or record.id != owner.id:

@@ -79,7 +79,7 @@ class RunObserver:
     def polling(self, broker: Broker) -> Iterator[StatusPoller]:
         plan = PlannedRun.of(self._config)
         poller = StatusPoller(broker, plan, every_s=POLL_EVERY_S, measure_memory=False, keep_steps=REWARDS)
-        # Those of its own supervisor this process knows already.
+        # This process knows the events of its own supervisor already.
         poller.on_events = lambda events: self.other_events.extend(
             timeline_event(event) for event in events if event.event.data.get("by") != NAME
         )

@@ -47,7 +47,7 @@ def figure(line: Mapping[str, Any], name: str) -> float | None:
 
 
 class SampleCounts:
-    """How many of very many samples were trained, and how many again: a bit for each, in pages of PAGE tasks."""
+    """How many samples were trained, and how often again. Each sample has one bit, in pages of PAGE tasks."""
 
     PAGE = 8192
 
@@ -90,7 +90,7 @@ def summarise(metrics: Iterable[dict[str, Any]], trained: Iterable[dict[str, Any
                 totals[name] += value * count
                 weights[name] += count
     means = {name: total / weights[name] for name, total in totals.items()}
-    # Of all steps, also of those that were trained again.
+    # Times are of all steps, also of those that were trained again.
     wall_s, phases_s = 0.0, dict(final.phases_s)
     for line in metrics:
         wall_s = float(line["wall_s"])

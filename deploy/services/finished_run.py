@@ -32,7 +32,7 @@ log = structlog.get_logger()
 class FinishedRun:
     """Whether a run is over for a service: a pure state machine. steps: what the service's configuration asks for.
 
-    A run that had finished before the service started may resume: it is over only if it has taken all these steps.
+    A run that had finished before the service started may resume: it is over only once all ``steps`` are taken.
     """
 
     steps: int
@@ -96,5 +96,5 @@ class FinishedRunWatch:
         if (steps := self._run_control.read_finished_steps()) is None:
             return None
         run_id, record = self._run_control.read_run()[0], read_record(self._config.folder)
-        # Another run than the one in this service's folder may have the name.
+        # The broker's run of this name may be another than the one in this service's folder.
         return None if record is not None and run_id not in ("", record.id) else steps

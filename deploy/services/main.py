@@ -1,7 +1,8 @@
 """A service in this process, as the supervisor, Compose, Kubernetes and Slurm start it; and its health.
 
-Containers' health checks read the service's heartbeat in the broker, to tell when it has come up, not to restart it:
-one that waits for a broker which went away has no fresh heartbeat and is well, one that can't continue exits by itself.
+Containers' health checks read the service's heartbeat in the broker. Use the answer to tell when a service has come up,
+not to restart it: a service that waits for a broker which went away has no fresh heartbeat and is well. A service that
+can't continue exits by itself.
 """
 
 import importlib
@@ -83,7 +84,7 @@ def run_role(role: str, config: TidemillConfig, name: str | None, stay: bool = T
 
 
 def service_name(role: str, name: str | None = None, pool: str = "") -> str:
-    """Return this machine's name for its service of a role, stable over restarts; ConfigError for an unknown role."""
+    """Return the name of this machine's service of a role, stable over restarts; ConfigError for an unknown role."""
     if role not in ROLES:
         raise ConfigError(f"unknown role {role!r}: one of {', '.join(sorted(ROLES))}")
     kind = f"{role}-{pool}" if pool else role

@@ -85,7 +85,7 @@ SERVERS: Mapping[str, MetadataServer] = {
 
 
 def announces_end(answer: str, name: str | None) -> bool:
-    """Return whether AWS, Google or Azure says that the machine called ``name`` is taken back; None: that any is."""
+    """Return whether a metadata server says that the machine ``name``, or with None any machine, is taken back."""
     if answer.upper() in ("TRUE", "FALSE"):
         return answer.upper() == "TRUE"
     try:
@@ -108,7 +108,10 @@ def _concerns(event: object, name: str | None) -> bool:
 
 
 class SpotNoticeWatch:
-    """A thread that ends this process as SIGTERM does, to be started again, once its machine is announced to end."""
+    """A thread that asks this process to end, as SIGTERM does, once the cloud announces its machine's end.
+
+    The exit code of a trainer that ends so has it started again (StopFlag.unfinished_code).
+    """
 
     def __init__(self, server: MetadataServer) -> None:
         self._server = server

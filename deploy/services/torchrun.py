@@ -15,7 +15,7 @@ from schemas.errors import ERROR_EXIT, HOPELESS, OK_EXIT, UNFINISHED_EXIT, Confi
 
 @dataclass(frozen=True)
 class Machines:
-    """Machines that train together with equal ranks. rank: of this one, from 0. meet: HOST:PORT of the first one."""
+    """Machines that train together with equally many ranks. rank: of this one, from 0. meet: HOST:PORT of the first."""
 
     count: int
     rank: int

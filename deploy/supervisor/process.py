@@ -43,7 +43,7 @@ class Process:
         folder: Path | None = None,
         mark: str = "",
     ) -> None:
-        """Start at once, with output appended to ``log`` or else shared; InfraError if the system can't."""
+        """Start at once; output is appended to ``log``, or else shared with this process. InfraError if that fails."""
         shown = {**os.environ, **(environment or {}), **({MARK: mark} if mark else {})}
         try:
             with log.open("ab", buffering=0) if log else nullcontext() as output:
@@ -82,7 +82,7 @@ class Process:
 
 
 class OrphanReaper:
-    """Kills and collects what killed guardians left: adopted children of this process, with ``mark`` as a variable."""
+    """Kills and collects adopted children that killed guardians left. ``mark`` is in every process's environment."""
 
     def __init__(self) -> None:
         self.mark = uuid.uuid4().hex

@@ -51,7 +51,7 @@ class RunOutcome:
 
     @property
     def exit_code(self) -> int:
-        """The exit code of a process that ends with it: that of a cause for which no restart helps is passed on."""
+        """The exit code for this outcome; a root cause for which no restart helps passes its own code on."""
         code = ERROR_EXIT if self.cause is None else self.cause.exit.code
         return code if code in (CONFIG_EXIT, RUN_FAILED_EXIT) else EXIT_CODES[self.reason]
 
@@ -170,7 +170,7 @@ class Supervisor:
         self._services[spec.name] = service
 
     def add_role(self, role: str, factory: Callable[[int], ServiceSpec], count: int) -> None:
-        """Start ``count`` replicas of a role, as ``scaled_as`` has it; ``factory`` makes the spec of 0, 1, ..."""
+        """Start ``count`` replicas; ``factory`` makes the spec of 0, 1, ... role: as in ``ServiceSpec.scaled_as``."""
         self._factories[role] = factory
         self.scale(role, count)
 
@@ -199,7 +199,7 @@ class Supervisor:
         return sum(s.spec.scaled_as == role and _lives(s) for s in self._services.values())
 
     def run(self, on_tick: Callable[[], None] = lambda: None) -> RunOutcome:
-        """Supervise until the run is over, or a signal or ``end`` asks for that; ``stop`` what still runs then."""
+        """Supervise until the run is over, or a signal or ``end`` asks for that; then ``stop`` what still runs."""
         while True:
             outcome = self.poll()
             if outcome is not None:
@@ -246,7 +246,7 @@ class Supervisor:
         if at_once:
             for service in mine:
                 self._kill(service)
-        # Of a finished run nothing is left that one service could do for another.
+        # In a finished run no service needs another any more.
         stages: dict[int, list[_Service]] = {}
         for service in mine:
             stages.setdefault(0 if self._finished else service.spec.stop_order, []).append(service)

@@ -1,4 +1,4 @@
-"""The page that ``tidemill up`` and ``tidemill top`` draw of a run, and the same as a line: pure functions."""
+"""Pure functions that draw a run's page for ``tidemill up`` and ``tidemill top``, and the same as a line for logs."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -60,7 +60,7 @@ class History:
 
 
 def page(status: RunStatus, history: History, height: int | None = None) -> RenderableType:
-    """Return the page, of 80 columns or more. height: of the terminal, to which events and services are fitted."""
+    """Return the page, 80 columns wide or more. height: lines of the terminal, to which events and services are cut."""
     events = history.events[-(EVENTS if height is None or height >= TALL else FEW_EVENTS) :]
     others = FIXED_LINES + len(status.streams) + len(status.pools) + len(events)
     room = None if height is None else max(MIN_SERVICES, height - others)

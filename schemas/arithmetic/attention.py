@@ -112,7 +112,8 @@ def attend_sequences(
 ) -> Tensor:
     """Compute attention within each of the sequences of a pass, with a gradient.
 
-    query: [1, H, N, D]. key, value: [1, G, N, D]. Returns [1, N, H, D]. plain: the same in any order, for its gradient.
+    query: [1, H, N, D]. key, value: [1, G, N, D]. Returns [1, N, H, D]. plain: the same attention in any order, whose
+    gradient it gets.
     """
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     # PyTorch gives apply no types.

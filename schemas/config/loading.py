@@ -170,7 +170,7 @@ def of_node(config: TidemillConfig, node: str) -> dict[str, TidemillConfig]:
 
 
 def merge(common: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``common`` with the values of ``own``, also in the mappings below."""
+    """Return ``common`` with the values of ``own`` in their place; mappings in both are merged in the same way."""
     both = {
         key: merge(common[key], value) if isinstance(value, dict) and isinstance(common.get(key), dict) else value
         for key, value in own.items()
@@ -222,7 +222,7 @@ def _assign(data: dict[str, Any], path: list[str], value: Any, source: str) -> N
 
 
 def _place(node: dict[str, Any] | list[Any], key: str, source: str) -> Any:
-    """Return a key in a section, or an index in a list."""
+    """Return ``key`` as it is for a section, or as an index for a list; ConfigError if the list has no such index."""
     if isinstance(node, dict):
         return key
     if not key.isdigit() or int(key) >= len(node):

@@ -1,4 +1,4 @@
-"""Answers about runs from the files in their folders; times are Unix seconds, and what a folder lacks is null."""
+"""Answers about runs from the files in their folders. Times are Unix seconds; a field that a folder lacks is null."""
 
 from typing import Any, Literal
 

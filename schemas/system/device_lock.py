@@ -21,7 +21,7 @@ import msgspec
 TOUCH_S = 1.0
 HELD, LENT, SHARE = "device_held_s", "device_lent_s", "device_share"
 PART = "hand_over:"
-"""Before a part of the last hand-over, in figures: wait, offload, onload; of a generator sleep, wake, load, probe."""
+"""Prefix of parts of the last hand-over: a trainer's wait, offload, onload; a generator's sleep, wake, load, probe."""
 _FLOCK = struct.Struct("hhqqi4x")
 """Linux's ``struct flock``, for locks of an open file; unlike those of flock(), they can be asked about."""
 VARIABLE = "TIDEMILL_SHARED_GPUS"

@@ -1,4 +1,4 @@
-"""Alerts of a run: a state machine of its status and the time, with the rules of deploy/observability/alerts.yaml."""
+"""Alerts of a run: a state machine over its status and the time, with the rules of deploy/observability/alerts.yaml."""
 
 from collections import deque
 from collections.abc import Iterator, Mapping

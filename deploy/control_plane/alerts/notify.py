@@ -33,7 +33,7 @@ class Notifier:
         self._threads: list[threading.Thread] = []
 
     def tell(self, event: Occasion, notice: Mapping[str, Any]) -> None:
-        """Deliver a notice of an event, soon."""
+        """Deliver a notice of an event in a thread; returns at once."""
         if event not in self._settings.events:
             return
         body = json.dumps(notice).encode()

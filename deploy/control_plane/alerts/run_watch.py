@@ -1,6 +1,6 @@
 """Records of a run in its folder: use of machines, queue lengths and alerts.
 
-The supervisor watches, or a control plane that sees none. A folder that cannot be written is logged, once.
+The supervisor watches, or else a control plane. A folder that can't be written is logged once and disturbs nothing.
 """
 
 import contextlib
@@ -35,7 +35,7 @@ Tell = Callable[[str, Literal["info", "warning", "error"]], None]
 class RunWatch:
     """Watches the statuses that one thread passes to it.
 
-    tell: adds a line to the timeline. ends: it sees by itself how the run has ended, which a supervisor knows better.
+    tell: adds a line to the timeline. ends: notify of the end by the status; a supervisor calls ``ended`` instead.
     """
 
     def __init__(self, config: TidemillConfig, tell: Tell, ends: bool = True) -> None:
@@ -79,7 +79,7 @@ class RunWatch:
         self._notifier.wait()
 
     def _send(self, event: Occasion, text: str, status: RunStatus | None) -> None:
-        """Notify users. Chat systems show the text alone, so all is in it."""
+        """Notify users. Chat systems show the text alone, so it contains every fact."""
         where = "" if status is None else f" at step {status.step} of {status.steps}"
         held_out = status.evaluation if status else None
         notice = {

@@ -15,7 +15,7 @@ OPEN = 32
 
 
 class Archive:
-    """Runs by name, for requests of several threads."""
+    """Runs by name. Several threads may use it at once."""
 
     def __init__(self, parent: Path | None = None, watched: RunFolder | None = None) -> None:
         """parent: the folder of runs' folders, or a run's. watched: the run whose broker this server reads."""

@@ -170,7 +170,7 @@ def _histogram(name: str, values: Sequence[float]) -> Histogram:
 
 
 def _read(raw: bytes, file: str, place: int) -> Kept | None:
-    """Return the group of a line; None if it is no group's."""
+    """Return the head of a group's line, with the rewards of its samples and their terms; None for another line."""
     line = parse_line(raw)
     if line is None:
         return None

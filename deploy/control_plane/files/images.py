@@ -1,4 +1,4 @@
-"""Images that the policy was shown. Agents and environments made them, so only what is a PNG file is served."""
+"""Images that the policy was shown. Agents, tools and environments made them, so only PNG files are served."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -20,7 +20,7 @@ Digest = Annotated[str, InPath(pattern=f"^{DIGEST}$", description="Of the image,
 
 
 def image_answer(digest: str, folder: Path, stored: bytes | None = None) -> Response:
-    """Return the response with an image that is stored, or kept in the run's folder; Refusal if it is no image."""
+    """Return the response with ``stored``, or the image in the run's folder; Refusal if it is missing, or no image."""
     try:
         body = stored or (folder / FOLDER / f"{digest}.png").read_bytes()
         image_size(body)

@@ -12,7 +12,7 @@ MOST_BYTES = 8 * 2**20
 
 
 class ResourceFile:
-    """Columns of what was written so far; of more than MOST_BYTES, every second of the older half is forgotten."""
+    """Columns of what was written so far; beyond MOST_BYTES, every second line of the older half is forgotten."""
 
     def __init__(self, folder: Path) -> None:
         self._file = GrowingFile(folder / RESOURCES)

@@ -48,7 +48,7 @@ _HOLDER = re.compile(r"process (\d+) on (\S+)")
 
 
 class RunFolder:
-    """A run's folder, with what was read of it. lock: for threads that read its metrics, groups and resources."""
+    """A run's folder, with the metrics and groups that were read. Threads hold ``lock`` while they read these."""
 
     def __init__(self, path: Path, name: str | None = None) -> None:
         """name: that of the folder by default."""
@@ -128,7 +128,7 @@ class RunFolder:
         for path in (self.path / CHECKPOINTS).glob("step-*"):
             named = _CHECKPOINT.fullmatch(path.name)
             if named and path.is_dir() and not path.is_symlink():
-                # Its trainer, which keeps the newest, may delete it now.
+                # The trainer, which keeps the newest checkpoints, may delete this one now.
                 with suppress(FileNotFoundError):
                     size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
                     found.append(CheckpointHead(name=path.name, step=int(named[1]), bytes=size, time=time_of(path)))

@@ -21,12 +21,12 @@ from schemas.messages import Event
 
 T = TypeVar("T")
 LOOK_S = 0.1
-"""Seconds between two looks while a request waits."""
+"""Seconds between two readings of the status while a request waits for an order."""
 
 
 @dataclass
 class Context:
-    """State of a control plane. questions: number that wait."""
+    """State of a control plane. questions: number of playground questions that wait for an answer."""
 
     plan: PlannedRun
     name: str
@@ -51,7 +51,7 @@ class Context:
 
 
 async def poll(look: Callable[[], T], reached: Callable[[T], bool], wait_s: float) -> T:
-    """Look until ``reached`` is true, at most ``wait_s`` seconds; return what was seen last. No thread waits."""
+    """Call ``look`` until ``reached`` is true, at most ``wait_s`` seconds; return its last result. No thread waits."""
     end = time.monotonic() + wait_s
     while True:
         seen = await asyncio.to_thread(look)

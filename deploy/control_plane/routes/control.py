@@ -46,7 +46,7 @@ async def drain(context: InContext, by: By, body: WaitRequest | None = None) -> 
 
 
 async def _give(context: Context, by: str, name: str, text: str, order: Callable[..., Order], *wanted: Any) -> Order:
-    """Give an order of what is wanted and by whom, and record it if it changes anything."""
+    """Give an order, and record it in the timeline if it changes anything. by: who gives it. wanted: its arguments."""
 
     def give() -> Order:
         if changed := order(*wanted, by):

@@ -1,4 +1,4 @@
-"""An episode's messages in OpenAI's format, for display: each answer with its tools; what is unreadable is left out."""
+"""An episode's messages for display: each answer with its tools and their results; unreadable parts are left out."""
 
 import json
 import re

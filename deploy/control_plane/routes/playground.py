@@ -44,7 +44,7 @@ async def generate(context: InContext, body: GenerateRequest) -> Generated:
 
 
 async def _answer(context: Context, body: GenerateRequest) -> QuestionAnswer | None:
-    """Ask, and wait for the answer."""
+    """Ask the policy and wait for its answer, without a thread: it may take minutes, and orders need the threads."""
     id, position = await asyncio.to_thread(_ask, context, body)
 
     def look() -> QuestionAnswer | None:

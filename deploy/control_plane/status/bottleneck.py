@@ -29,7 +29,7 @@ STANDING: Mapping[str, tuple[str, str]] = {
     "finishing": ("nothing", "All steps are trained; the last evaluation is under way."),
     "paused": ("paused", "The run is paused: nothing is generated or trained until it is resumed."),
 }
-"""Limit and text by the state of a run that is over, nearly over, or paused."""
+"""What limits a run that is over, nearly over or paused, and the text about it, by its state."""
 LIMIT_OF = {"generator": "generation", "reward": "reward", "trainer": "training"}
 """What limits a run without a service of this role."""
 

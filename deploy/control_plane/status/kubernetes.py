@@ -34,7 +34,7 @@ log = structlog.get_logger()
 
 
 class Deployments:
-    """The Deployments of a run's services, by role. ``scaling`` is as found lately; ``scale`` asks and changes."""
+    """The Deployments of a run's services, by role. ``scaling`` is the last reading; ``scale`` asks and changes."""
 
     def __init__(self, url: str, account: Path, names: Mapping[str, str]) -> None:
         """url: of the API server. account: folder of the service account. names: Deployment of each role."""

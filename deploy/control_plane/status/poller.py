@@ -28,8 +28,9 @@ log = structlog.get_logger()
 class StatusPoller:
     """Poller of a run's status in two threads: one reads the status, one follows the timeline.
 
-    They call on_status, on_metrics and on_events with what is new. ``latest`` is the newest status, to which
-    ``control``, ``evaluations`` and ``rewards`` belong; attributes never wait for the broker, methods may.
+    They call on_status, on_metrics and on_events with what is new. ``latest`` is the newest status; ``control``,
+    ``evaluations`` and ``rewards`` were read with it. Reading these attributes never waits for the broker; ``refresh``,
+    ``history``, ``throughput`` and ``metrics`` may wait for one reading.
     """
 
     def __init__(

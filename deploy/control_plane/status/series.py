@@ -1,4 +1,4 @@
-"""Series in memory for pages that open later: metrics by step, rates of counts, tokens a second of the last minutes."""
+"""Time series in memory, for pages that open later: step metrics, rates of counts, and recent tokens a second."""
 
 import math
 from array import array

@@ -23,7 +23,10 @@ Place = tuple[float, str]
 
 @dataclass(frozen=True)
 class Page:
-    """The part of a list that is asked for. cursor: of the page before; None: the first. newest: from these back."""
+    """The part of a list that is asked for: at most ``limit`` items.
+
+    cursor: ``next`` of the page before; None for the first page. newest: start at the newest item and go back.
+    """
 
     limit: int
     cursor: str | None = None
@@ -50,7 +53,7 @@ def wrong(cursor: str) -> Refusal:
 
 
 def is_between(low: float | None, value: float | None, high: float | None) -> bool:
-    """Return whether a value is within its bounds; None bounds nothing, and an unknown value is within no bounds."""
+    """Return whether a value is within its bounds. A bound of None is open; an unknown value needs both to be open."""
     if value is None:
         return low is None and high is None
     return (low is None or value >= low) and (high is None or value <= high)

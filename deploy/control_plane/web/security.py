@@ -57,7 +57,7 @@ def is_conversation(path: str) -> bool:
 
 
 class ProxyUsers:
-    """ASGI middleware: who asks, in BY_HEADER, is whom a trusted proxy names in ``header``; no one else is believed."""
+    """ASGI middleware that passes on in BY_HEADER the user in a trusted proxy's ``header``; no one else is believed."""
 
     def __init__(self, app: Any, header: str, proxies: Sequence[IPv4Network | IPv6Network]) -> None:
         self._app: ASGIApp = app
@@ -105,7 +105,10 @@ class Buckets:
 
 
 class RequestGuard:
-    """ASGI middleware. token: None only on loopback. hosts: of requests without a token. read_token: for no orders."""
+    """ASGI middleware that admits requests. token: None only on loopback. read_token: allows reading, but no orders.
+
+    hosts: names of the server that requests without a token may use.
+    """
 
     def __init__(
         self,

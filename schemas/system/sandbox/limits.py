@@ -91,7 +91,7 @@ def find_interpreter(path: str | None = None) -> Interpreter:
 
 
 def outside_usr(folders: Sequence[str]) -> tuple[Mount, ...]:
-    """Return those folders outside /usr, which every program sees, without those inside another one."""
+    """Return a mount for each folder outside /usr, which every program sees, without those inside another one."""
     kept: list[Path] = []
     for folder in sorted({Path(folder) for folder in folders}):
         if not any(folder.is_relative_to(other) for other in (Path("/usr"), *kept)):
