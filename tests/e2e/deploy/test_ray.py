@@ -201,4 +201,5 @@ def test_a_run_whose_gpus_are_used_in_turns_is_one_actor_and_resumes_on_another_
     uses = Counter(tuple(sample) for line in kept for sample in line["samples"])
     assert [line["step"] for line in kept] == list(range(TURNS))
     assert max(uses.values()) == 1
-    assert check_notes(read_notes(tmp_path / "notes"), ["generator-0"]) >= 3
+    # At least a turn on either node.
+    assert check_notes(read_notes(tmp_path / "notes"), ["generator-0"]) >= 2
