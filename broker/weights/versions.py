@@ -36,7 +36,7 @@ class Route:
 
 
 def find_route(published: Sequence[Manifest], target: Manifest, held: Manifest | None = None) -> Route | None:
-    """Find the way to ``target`` from ``held``, the version whose state the reader has; None if there is none.
+    """Find the way to ``target`` from ``held``, the version whose state the reader has; None if no way leads there.
 
     Without ``held`` the way begins at the nearest whole version.
     """

@@ -27,7 +27,7 @@ _KINDS = "a path, bytes, a data: URL, or an image of the datasets library"
 
 
 def load_image(value: Any, where: str, folder: Path, load: bool = True) -> bytes:
-    """Load an image file; DataError, which begins with ``where``, if there is none. load: if False, only check that."""
+    """Load an image file; DataError, which begins with ``where``, if it is missing. load: False only looks for it."""
     if isinstance(value, bytes | bytearray | memoryview):
         return bytes(value)
     if isinstance(value, Mapping):

@@ -122,7 +122,7 @@ class RewardTerm(Section):
     """Labels of the datasets whose samples get this term; by default all."""
     concurrency: int | None = Field(None, ge=1)
     """Calls of an async function in flight at once in each service, in a worker of its own. By default the function's
-    attribute of this name; if there is none, the function shares the workers, one call at a time."""
+    attribute of this name; without it, the function shares the workers, one call at a time."""
     batch: int | None = Field(None, ge=1)
     """Most samples in one call of a function of lists; by default its attribute of this name, or 32."""
     wait_ms: float | None = Field(None, ge=0)

@@ -75,32 +75,29 @@ def test_help_loads_nothing_heavy() -> None:
     assert done.stdout.splitlines()[-1] == "[]"
 
 
-def test_what_trains_no_model_loads_no_model_library() -> None:
-    """Nor what only the end of a run needs."""
-    heavy = ("torch", "transformers", "vllm", "matplotlib")
-    modules = (
-        "deploy.run.up, deploy.cli.orders, producers.feeder, producers.generator.service, consumers.reward.service"
-    )
+@pytest.mark.parametrize(
+    ("modules", "heavy"),
+    [
+        pytest.param(
+            "deploy.run.up, deploy.cli.orders, producers.feeder, producers.generator.service, consumers.reward.service",
+            ("torch", "transformers", "vllm", "matplotlib"),
+            id="what trains no model loads no library for models, nor what only the end of a run needs",
+        ),
+        pytest.param(
+            "consumers.trainer.service, consumers.trainer.step.build",
+            ("transformers", "peft", "vllm"),
+            id="the trainer of a small policy loads no language models",
+        ),
+        pytest.param(
+            "deploy.client.client, deploy.cli.app, deploy.terminal.top, deploy.run.up",
+            ("fastapi", "uvicorn", "starlette"),
+            id="a command loads no web server while a control plane answers",
+        ),
+    ],
+)
+def test_a_process_loads_only_what_it_uses(modules: str, heavy: tuple[str, ...]) -> None:
     code = f"import sys, {modules}\nprint([m for m in {heavy} if m in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
-    assert done.stdout == "[]\n"
-
-
-def test_the_trainer_of_a_small_policy_loads_no_language_models() -> None:
-    code = (
-        "import sys, consumers.trainer.service, consumers.trainer.step.build\n"
-        "print([m for m in ('transformers', 'peft', 'vllm') if m in sys.modules])"
-    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
-    assert done.stdout == "[]\n", done.stderr
-
-
-def test_a_command_loads_no_web_server_while_a_control_plane_answers() -> None:
-    code = (
-        "import sys, deploy.client.client, deploy.cli.app, deploy.terminal.top, deploy.run.up\n"
-        "print([m for m in ('fastapi', 'uvicorn', 'starlette') if m in sys.modules])"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert done.stdout == "[]\n", done.stderr
 
 
