@@ -50,6 +50,7 @@ def test_groups_of_episodes_are_trained_once_and_a_replay_has_the_bits_of_a_run_
     config = yaml.safe_load((EXAMPLE / "config.yaml").read_text())
     config["model"]["path"] = str(tmp_path / "policy")
     config["sampling"]["n"] = EPISODES
+    config["generator"]["replicas"] = 2
     config["trainer"] |= {
         "steps": COMPARED,
         "batch_groups": GROUPS,
