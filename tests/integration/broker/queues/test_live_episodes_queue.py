@@ -126,6 +126,22 @@ def test_a_new_run_of_the_name_does_not_continue_the_conversations_of_the_old_on
     assert {*live.read([id, other])[1]} == {other}
 
 
+def test_what_was_offered_before_the_trainer_mended_the_broker_is_given_to_nobody(broker: Broker) -> None:
+    """A generator that offers the sample anew deletes such a record: a conversation would lose it, and its reward."""
+    live = broker.live_episodes("g")
+    early, record = live.register("1-0", "http://g/before")
+    assert record.run == "", "the broker has lost its data, and no trainer has taken over yet"
+    admit_tasks(broker)
+    broker.connection.client.hset(broker.connection.keys.groups, "run", "the run")
+    assert live.begin("a") is None
+    id, _ = live.register("1-0", "http://g/after")
+    begun = live.begin("a")
+    assert begun is not None
+    assert begun[0] == id != early
+    live.register("1-0", "http://other/after")
+    assert live.reward(id, "a", 1.0, 60) == ("ok", 1.0)
+
+
 def test_what_is_no_id_and_what_is_no_record_are_unknown(broker: Broker) -> None:
     admit_tasks(broker)
     live = broker.live_episodes("g")
