@@ -156,8 +156,11 @@ class TaskQueue(ConsumerGroup[Task]):
         broken_version: int = -1,
         kind: str = "workflow",
         trace: bytes = b"",
+        delivery: Delivery[Task] | None = None,
     ) -> None:
         """Report a sample that could not be produced: it becomes a dead letter, and its group continues without it.
+
+        delivery: with which it was asked for. Nothing changes if the task belongs to another generator by now.
 
         kind: word under which such samples are counted; nothing was wrong with one that is UNREWARDED, so it makes no
         dead letter. broken_version: the weights' version if its log-probabilities are not finite. trace: as in Score.
@@ -173,7 +176,9 @@ class TaskQueue(ConsumerGroup[Task]):
             trace=trace,
         )
         filed = b"" if kind == UNREWARDED else letter_bytes(letter, self._max_bytes)
-        answer = self._connection.run_script("fail_sample", task_id, sample, filed, encode(score), self._run.id)
+        entry = b"" if delivery is None else delivery.entry_id
+        arguments = (task_id, sample, filed, encode(score), self._run.id, entry, self._consumer)
+        answer = self._connection.run_script("fail_sample", *arguments)
         if answer == OTHER_RUN:
             raise self._run.replaced()
 

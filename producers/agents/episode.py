@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
 from producers.agents.outcomes import OUTCOMES, EpisodeFailure, EpisodeOutcome, FailureAlarm, judge
-from producers.agents.protocol import SessionError
+from producers.agents.protocol import NOT_SAVED, SessionError
 from producers.agents.session import PolicyHandle, Session
 from producers.agents.sessions import Sessions
 from producers.agents.workers.notes import Notes
@@ -88,6 +88,10 @@ class AgentEpisode:
                 result = await self._run_agent(session, attempt)
                 if result is not None:
                     await session.repeat_requests()
+            except SessionError as error:
+                if error.code != NOT_SAVED:
+                    raise
+                result = None  # whoever has the task repeats them
             finally:
                 self._services.sessions.end(session)
             if result is None:

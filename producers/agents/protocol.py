@@ -6,6 +6,8 @@ from typing import Any, Literal, Protocol
 from producers.conversation.parsing.answers import ParsedAnswer
 
 AnswerFinish = Literal["stop", "length", "tool_calls"]
+NOT_SAVED = "not_saved"
+"""The code of an error: an answer could not be saved for the generator that would continue the episode."""
 
 
 class SessionError(Exception):

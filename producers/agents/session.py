@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import msgspec
 
 from producers.agents.capacity import EngineCapacity
-from producers.agents.protocol import AnswerFinish, CallRequest, SampledAnswer, SessionError
+from producers.agents.protocol import NOT_SAVED, AnswerFinish, CallRequest, SampledAnswer, SessionError
 from producers.agents.requests import Requests
 from producers.agents.workers.notes import Notes
 from producers.conversation.calls import continued_completion, digest_key, recorded_completion
@@ -175,7 +175,7 @@ class Session:
                 if not await self._keep() and self._requests is not None:
                     # The agent is elsewhere, and would continue with an answer that the next generator does not know.
                     self.counts.calls -= 1
-                    raise SessionError(503, "not_saved", "another generator holds this conversation: try again")
+                    raise SessionError(503, NOT_SAVED, "another generator holds this conversation: try again")
             except (asyncio.CancelledError, SessionError):
                 for answer in answers:
                     self.forget(answer.call)

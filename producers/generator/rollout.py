@@ -303,6 +303,7 @@ class Rollout:
                 broken_version=broken_version,
                 kind=kind,
                 trace=self._trace(sample, 0),
+                delivery=self._delivery,
             )
 
 

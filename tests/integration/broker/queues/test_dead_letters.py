@@ -43,7 +43,8 @@ def fail_samples(broker: Broker, count: int, payload: bytes) -> None:
     for sample in range(count):
         letter = DeadLetter(source="x", reason="no", deliveries=1, payload=payload, task_id=0, sample=sample)
         score = Score(status="error", reason="no")
-        broker.connection.run_script("fail_sample", 0, sample, letter_bytes(letter, len(payload)), encode(score), "")
+        filed = letter_bytes(letter, len(payload))
+        broker.connection.run_script("fail_sample", 0, sample, filed, encode(score), "", "", "")
 
 
 def test_the_newest_letters_are_kept_up_to_a_number_of_bytes(broker: Broker) -> None:

@@ -8,6 +8,7 @@ import pytest
 import redis
 
 from broker.client import Broker
+from broker.connection.keys import GENERATORS
 from broker.telemetry.heartbeats import FORGOTTEN_S
 from broker.telemetry.stream_lag import StreamLag, read_stream_lags
 from schemas.codec import encode
@@ -137,6 +138,30 @@ def set_idle(broker: Broker, generator: str, entry: bytes, idle_ms: int) -> None
     """When an entry was delivered, as its server remembers it."""
     client, keys = broker.connection.client, broker.connection.keys
     client.xclaim(keys.tasks, "generators", generator, 0, [entry], idle=idle_ms, justid=True)
+
+
+@pytest.mark.parametrize("loss", ["lease", "group", "data"])
+def test_a_sample_fails_only_if_the_generator_that_has_its_task_says_so(broker: Broker, loss: str) -> None:
+    take_over(broker)
+    broker.ledger.admit(make_task(0))
+    before, after = broker.task_queue("before"), broker.task_queue("after")
+    (old,) = before.read(1, 10)
+    if loss == "lease":
+        (new,) = after.claim_stale(0.0, 10)
+    elif loss == "group":
+        broker.connection.client.xgroup_destroy(broker.connection.keys.tasks, GENERATORS)
+        (new,) = after.read(1, 10)
+    else:
+        broker.connection.client.flushall()
+        take_over(broker)
+        broker.ledger.admit(make_task(0))
+        (new,) = after.read(1, 10)
+    before.fail_sample(0, 0, "of what is no more", delivery=old)
+    assert count_dead_letters(broker) == 0
+    assert after.find_missing(new.message) == [0, 1]
+    after.fail_sample(0, 0, "really", delivery=new)
+    assert count_dead_letters(broker) == 1
+    assert after.find_missing(new.message) == [1]
 
 
 def test_a_dead_workers_task_is_claimed_behind_many_of_a_living_one(broker: Broker) -> None:

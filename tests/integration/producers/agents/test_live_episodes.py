@@ -13,6 +13,7 @@ import pytest
 from broker.client import Broker
 from broker.connection.keys import GENERATORS
 from broker.queues.scores import outcomes_in
+from producers.agents.session import Session
 from producers.engines.base import EngineSettings
 from schemas.codec import decode
 from schemas.config import TidemillConfig
@@ -165,6 +166,31 @@ async def test_another_generator_continues_a_conversation_with_all_its_answers(
     assert said == [message["content"] for message in messages]
 
 
+async def test_a_reward_that_comes_while_nothing_can_be_saved_is_not_lost(
+    broker: Broker, model: Path, tmp_path: Path, control: ControlPlane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The generator that resumes a rewarded conversation repeats its requests; the broker may be away just then."""
+    prepare(broker, tmp_path)
+    config = live_config(model, tmp_path)
+    script: dict[str, Any] = {"token_s": 0.0, "min_length": 3, "max_length": 9}
+    saved = iter([False])
+
+    async def keep(session: Session) -> bool:
+        return next(saved, True)
+
+    async with AsyncExitStack() as stack:
+        async with running_generator(config, broker, make_engine(config, **script), "first"):
+            id, client = await stack.enter_async_context(begun(control))
+            await say(client, [], "Hello")
+        assert (await reward(control, id, 0.5))[0] == 200
+        monkeypatch.setattr(Session, "_keep", keep)
+        async with running_generator(config, broker, make_engine(config, **script), "second"):
+            (sample,) = await read_published(broker, 1)
+    assert next(saved, None) is None, "it was asked to save"
+    assert (sample.reward, answers(sample)) == (0.5, 1)
+    assert not scores(broker)
+
+
 async def test_a_generator_whose_conversation_another_one_took_over_gives_no_answer(
     broker: Broker, model: Path, tmp_path: Path, control: ControlPlane
 ) -> None:
@@ -180,6 +206,33 @@ async def test_a_generator_whose_conversation_another_one_took_over_gives_no_ans
         client_.xclaim(keys.tasks, GENERATORS, "another", 0, [pending["message_id"]])
         with pytest.raises(openai.InternalServerError, match="another generator holds this conversation"):
             await say(client.with_options(max_retries=0), messages, "And then?")
+
+
+@pytest.mark.parametrize("talks", [True, False])
+async def test_conversations_of_a_broker_that_lost_its_data_end_no_group_of_the_one_that_was_mended(
+    broker: Broker, model: Path, tmp_path: Path, control: ControlPlane, talks: bool
+) -> None:
+    """The generator still has the tasks that it took before; the trainer has the same tasks made again."""
+    prepare(broker, tmp_path)
+    config = live_config(model, tmp_path)
+    engine = make_engine(config, token_s=0.0, min_length=3, max_length=9)
+    async with running_generator(config, broker, engine), AsyncExitStack() as stack:
+        if talks:
+            _, client = await stack.enter_async_context(begun(control))
+            await say(client, [], "Hello")
+        else:
+            await wait_until(lambda: broker.connection.client.zcard(broker.connection.keys.live_seats))
+        held = [key for key in broker.connection.client.scan_iter() if b"weights" not in key]
+        with broker.connection.client.pipeline() as lost:
+            lost.delete(*held)
+            lost.execute()
+            prepare(broker, tmp_path)
+        again, client = await stack.enter_async_context(begun(control))
+        await say(client, [], "Hello again")
+        assert (await reward(control, again, 0.5))[0] == 200
+        (sample,) = await read_published(broker, 1)
+    assert (sample.reward, sample.calls) == (0.5, 1)
+    assert not scores(broker), "no sample has failed"
 
 
 async def test_a_conversation_without_a_reward_in_time_is_excluded_and_makes_no_dead_letter(
