@@ -68,14 +68,12 @@ class SftProgress:
 class SftResult:
     """Held-out greedy accuracy of the written model, and the optimizer steps and seconds that it took.
 
-    reached: whether that is the accuracy asked for; else no model is written. settings: digest of all that decides the
-    outcome.
+    settings: digest of all that decides the outcome.
     """
 
     accuracy: float
     steps: int
     seconds: float
-    reached: bool
     settings: str
 
 
@@ -134,7 +132,7 @@ def train_sft(
                 f" warm_start.max_steps {settings.max_steps}: raise that or lower warm_start.stop_accuracy"
             )
         digest = settings_digest(settings, seed, dtype, base)
-        result = SftResult(last.accuracy, last.step, round(last.seconds, 2), True, digest)
+        result = SftResult(last.accuracy, last.step, round(last.seconds, 2), digest)
         save_weights(trained.causal_lm, named_weights(trained), aside, dtype, ranks)
         if ranks.is_main:
             tokenizer.save(aside)

@@ -27,7 +27,10 @@ class PlanChange:
 
 
 def rehearse_apart(config: TidemillConfig, ranks: int, on_gpu: bool = True, limit_s: float = LIMIT_S) -> dict[str, Any]:
-    """Return the StepSize of rank 0, which a child process computes; ConfigError if it can't within ``limit_s``."""
+    """Return the StepSize of rank 0, which a child process computes.
+
+    ConfigError if the configuration can't be sized, or not within ``limit_s``; TidemillError if the process ends.
+    """
     question = {"config": dump_config(config), "ranks": ranks, "on_gpu": on_gpu}
     named = f"model.path {config.model.path!r}"
     try:

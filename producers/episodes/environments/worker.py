@@ -112,10 +112,16 @@ class _Process:
     @classmethod
     async def start(cls, name: str, base: Path, python: str, env: Sequence[str]) -> _Process:
         program = [python, str(Path(runner.__file__).parent), "environments"]
+        starting = asyncio.ensure_future(
+            asyncio.to_thread(WorkerProcess, program, "environment", environment(env), base)
+        )
         try:
-            process = await asyncio.to_thread(WorkerProcess, program, "environment", environment(env), base)
+            process = await asyncio.shield(starting)
         except OSError as error:
             raise ConfigError(f"the environment {name} can't be started: {error}") from error
+        except asyncio.CancelledError:
+            await asyncio.to_thread((await starting).kill)
+            raise
         reader, writer = await asyncio.open_connection(sock=process.connection, limit=_LONGEST_LINE)
         made = cls(process, reader, writer)
         made._write({"environment": name, "base": str(base.resolve())})
@@ -124,6 +130,9 @@ class _Process:
                 said = json.loads(await reader.readline() or b'{"error": "its process ended"}')
         except (TimeoutError, OSError, ValueError) as error:
             said = {"error": f"it is not ready: {type(error).__name__}"}
+        except asyncio.CancelledError:
+            await made.close()
+            raise
         if said:
             await made.close()
             raise ConfigError(f"the environment {name} can't be loaded with {python}: {said.get('error')}")

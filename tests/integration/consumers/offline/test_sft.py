@@ -55,7 +55,6 @@ def test_trains_to_the_mark_and_writes_an_ordinary_model(tmp_path: Path) -> None
     seen: list[SftProgress] = []
     wanted = settings(stop_accuracy=0.9, max_steps=300)
     result = train_sft(made(tmp_path / "out"), build, PAIRS, PAIRS, wanted, progress=seen.append, **COMMON)
-    assert result.reached
     assert result.accuracy >= 0.9
     assert seen[-1].step == result.steps
     assert seen[-1].loss < seen[0].loss
@@ -160,10 +159,7 @@ def test_trains_on_pictures_to_answers_of_the_only_tokens_there_are(tmp_path: Pa
 
 def test_trains_on_from_a_model_folder(tmp_path: Path) -> None:
     start = make_tiny_model(tmp_path / "start")
-    result = train_sft(
-        made(tmp_path / "out"), start, PAIRS, PAIRS, settings(stop_accuracy=0.5, max_steps=300), **COMMON
-    )
-    assert result.reached
+    train_sft(made(tmp_path / "out"), start, PAIRS, PAIRS, settings(stop_accuracy=0.5, max_steps=300), **COMMON)
     assert (start / "config.json").exists()
 
 
@@ -203,7 +199,7 @@ def test_the_learning_rate_falls_to_the_last_step_where_no_accuracy_ends_the_tra
     steps = 4 * sft.WARMUP_STEPS
     wanted = settings(stop_accuracy=None, max_steps=steps, eval_every=steps)
     result = train_sft(made(tmp_path / "out"), build, PAIRS, PAIRS, wanted, **COMMON)
-    assert (result.steps, result.reached, len(used)) == (steps, True, steps)
+    assert (result.steps, len(used)) == (steps, steps)
     assert used[steps // 2 :] == sorted(used[steps // 2 :], reverse=True)
     assert used[-1] < used[steps // 2]
 

@@ -9,6 +9,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from producers.episodes.environments import ENVIRONMENTS
@@ -97,6 +98,25 @@ async def test_an_environment_plays_in_another_interpreter(base: Path) -> None:
         assert isinstance(sample, SampledCompletion)
         assert sample.reward == 1.5
     assert any("Say anything 3 times, python" in prompt for prompt in engine.prompts)
+
+
+@pytest.mark.parametrize("begun", [False, True])
+async def test_a_start_that_is_cancelled_leaves_no_process(tmp_path: Path, begun: bool) -> None:
+    (tmp_path / "slow.py").write_text(
+        "import pathlib, time\npathlib.Path(__file__).with_name('begun').touch()\ntime.sleep(60)\n", encoding="utf-8"
+    )
+    worker = EnvironmentWorker("slow.py:Count", tmp_path, sys.executable, ())
+    before = {*psutil.Process().children(recursive=True)}
+    starting = asyncio.create_task(worker.start())
+    async with asyncio.timeout(20):
+        while begun and not (tmp_path / "begun").exists():  # noqa: ASYNC110 - another process makes it
+            await asyncio.sleep(0.01)
+    await asyncio.sleep(0)
+    starting.cancel()
+    await asyncio.wait({starting}, timeout=20)
+    assert starting.cancelled()
+    left = {*psutil.Process().children(recursive=True)} - before
+    assert not [each for each in left if "environments" in each.cmdline()]
 
 
 async def test_an_interpreter_is_looked_for_beside_the_configuration(base: Path) -> None:
