@@ -20,6 +20,7 @@ from schemas.messages import TENANT, LiveEpisode
 
 POLL_S = 0.25
 """Seconds between two looks for rewards."""
+_FORGOTTEN = AgentResult("unrewarded", error="the broker has lost its conversation")
 
 log = structlog.get_logger()
 
@@ -85,7 +86,7 @@ class LiveUsers:
         now, records = await asyncio.to_thread(self._live.read, ids)
         for id in ids:
             record = records.get(id)
-            result = self._result(None, None) if record is None else await self._judge(id, record, now)
+            result = _FORGOTTEN if record is None else await self._judge(id, record, now)
             waiting = self._waiting.get(id)
             if result is not None and waiting is not None and not waiting.done():
                 waiting.set_result(result)
@@ -98,8 +99,8 @@ class LiveUsers:
             return None
         return self._result(record, await asyncio.to_thread(self._live.end, id))
 
-    def _result(self, record: LiveEpisode | None, reward: float | None) -> AgentResult:
-        if record is not None and reward is not None:
+    def _result(self, record: LiveEpisode, reward: float | None) -> AgentResult:
+        if reward is not None:
             return AgentResult("returned", reward, data={TENANT: record.tenant})
         limit = f"within generator.agents.live.reward_s {self._settings.reward_s:g}"
         return AgentResult("unrewarded", error=f"no reward came {limit}")
