@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from statistics import median
 
 LEAST_TOKENS, LEAST_SAMPLES = 1000, 32
-"""A generator is judged each time that it has so many new tokens and samples."""
+"""A generator is judged each time that it has so many new tokens and samples, and was compared with as many samples."""
 SIGMAS = 4.0
 KL_BOUNDS: Mapping[str, float] = {"float32": 1e-5, "bfloat16": 0.015, "float16": 0.015}
 """Largest mean KL (k3) at the same weights, by dtype. In 16 bits it is the bar that prime-rl has for its own engine."""
@@ -39,18 +39,28 @@ class SampleMismatch:
 
 @dataclass
 class _Excess:
-    """Samples of one generator whose sum of a measure is compared with what is allowed. deviations: of each sample."""
+    """Samples of one generator whose sum of a measure is compared with what is allowed. deviations: of each sample.
+
+    doubt: sum, over what is expected, of the squared tokens that share it, divided by the samples that it is a mean of.
+    """
 
     tokens: float = 0.0
     measured: float = 0.0
     expected: float = 0.0
     deviations: list[float] = field(default_factory=list)
+    doubt: float = 0.0
 
     def add(self, tokens: float, measured: float, expected: float) -> None:
         self.tokens += tokens
         self.measured += measured
         self.expected += expected
         self.deviations.append(measured - expected)
+
+    @property
+    def is_enough(self) -> bool:
+        """Whether both sides have enough: samples that few others are compared with often count as few."""
+        enough = self.tokens >= LEAST_TOKENS and len(self.deviations) >= LEAST_SAMPLES
+        return enough and self.tokens**2 >= LEAST_SAMPLES * self.doubt
 
     @property
     def is_significant(self) -> bool:
@@ -82,11 +92,13 @@ class MismatchJudge:
                 self._process[one.generator] = one.process
                 self._relative.pop(one.generator, None)
                 self._absolute.pop(one.generator, None)
-            mean = usual[one.generator, one.age]
-            if mean is not None:
-                self._relative.setdefault(one.generator, _Excess()).add(one.tokens, one.gap, mean * one.tokens)
+            if of_others := usual.get((one.generator, one.age)):
+                expected = of_others[0] * one.tokens
+                self._relative.setdefault(one.generator, _Excess()).add(one.tokens, one.gap, expected)
             if self._kl is not None and one.current == one.tokens:
                 self._absolute.setdefault(one.generator, _Excess()).add(one.tokens, one.kl, self._kl * one.tokens)
+        for (generator, _), (_, doubt) in usual.items():
+            self._relative[generator].doubt += doubt
         found: dict[str, str] = {}
         for generator in sorted({*self._relative, *self._absolute}):
             if problem := self._judge_absolute(generator) or self._judge_relative(generator):
@@ -117,30 +129,33 @@ class MismatchJudge:
 
 def _take_enough(found: dict[str, _Excess], generator: str) -> _Excess | None:
     seen = found.get(generator)
-    enough = seen is not None and seen.tokens >= LEAST_TOKENS and len(seen.deviations) >= LEAST_SAMPLES
-    return found.pop(generator) if enough else None
+    return found.pop(generator) if seen is not None and seen.is_enough else None
 
 
-def _usual_by_age(samples: Sequence[SampleMismatch], pools: Mapping[str, str]) -> dict[tuple[str, int], float | None]:
-    """Return the median of the other generators of its pool for each generator and age; None if they have no tokens.
+def _usual_by_age(
+    samples: Sequence[SampleMismatch], pools: Mapping[str, str]
+) -> dict[tuple[str, int], tuple[float, float]]:
+    """Return, for generators and ages, the median of the other generators of its pool, and its doubt as in _Excess.
 
-    Generators may take turns with versions. Then the others' next older tokens count, which differ by more.
+    Without other tokens there is none. Generators may take turns with versions. Then the others' next older tokens
+    count, which differ by more.
     """
     sums: dict[int, dict[str, list[float]]] = {}
     for one in samples:
-        total = sums.setdefault(one.age, {}).setdefault(one.generator, [0.0, 0.0])
-        total[0] += one.gap
-        total[1] += one.tokens
-    means = {age: {name: gap / tokens for name, (gap, tokens) in of.items()} for age, of in sums.items()}
-    usual: dict[tuple[str, int], float | None] = {}
-    for age, own in means.items():
-        for name in own:
+        total = sums.setdefault(one.age, {}).setdefault(one.generator, [0.0, 0.0, 0.0])
+        for place, value in enumerate((one.gap, one.tokens, 1.0)):
+            total[place] += value
+    usual: dict[tuple[str, int], tuple[float, float]] = {}
+    for age, of_age in sums.items():
+        for name, (_, tokens, _) in of_age.items():
             by_age = (
-                [mean for other, mean in means[a].items() if other != name and pools.get(other) == pools.get(name)]
-                for a in sorted(means)
+                [of for other, of in sums[a].items() if other != name and pools.get(other) == pools.get(name)]
+                for a in sorted(sums)
                 if a >= age
             )
-            usual[name, age] = next((median(others) for others in by_age if others), None)
+            if others := next(filter(None, by_age), None):
+                count = sum(samples for *_, samples in others)
+                usual[name, age] = median(gap / of for gap, of, _ in others), tokens**2 / count
     return usual
 
 

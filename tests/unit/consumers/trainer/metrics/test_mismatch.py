@@ -57,6 +57,15 @@ def test_a_generator_far_from_others_is_found_within_200_samples(wrong: float, d
     assert "at most 4 times as much is allowed" in found["wrong"]
 
 
+def test_a_few_samples_of_others_are_no_measure() -> None:
+    """One generator has nearly all samples of a step, in turn. Two samples are often far below the mean of all."""
+    judge = MismatchJudge("float32", ratio=4.0, kl=None)
+    gap, rng = tailed(0.001, 1.0), random.Random(0)
+    for step in range(1000):
+        names = [f"generator-{step % 2}"] * 30 + [f"generator-{1 - step % 2}"] * 2
+        assert judge.add([SampleMismatch(name, 4, "", 24.0, 24.0 * gap(rng), 0.0, 0.0) for name in names]) == {}
+
+
 def test_a_new_process_begins_without_the_faults_of_the_one_before() -> None:
     judge = MismatchJudge("float32", ratio=4.0, kl=None)
     usual = [SampleMismatch("a", 0, "", 100.0, 1e-4, 1e-8, 100.0)] * 40
