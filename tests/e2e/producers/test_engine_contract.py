@@ -299,7 +299,8 @@ async def test_a_request_that_the_engine_has_not_begun_uses_nothing_of_the_old_w
     completions = await sampling
     assert {completion.finish for completion in completions} <= {"length", "stop"}
     late = [completion for completion in completions if completion.spans[0].version == old + 1]
-    assert len(late) >= 96 - 64 or subject.kind in ("scripted", "transformers"), "these begin all of them at once"
+    # Some of the first may end before the update, and others begin in their places.
+    assert late or subject.kind in ("scripted", "transformers"), "these begin all of them at once"
     for completion in late:
         subject.assert_sampled(SHARED, completion)
 
