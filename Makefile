@@ -8,7 +8,8 @@
 #                Linux machine without a GPU give it PyTorch's own index of CPU wheels, else pip fetches the CUDA build:
 #                make demo TORCH_INDEX="--index-url https://download.pytorch.org/whl/cpu"
 #   MINUTES      Length of make chaos, and of make soak; SEED: the seed of make chaos.
-#   JOBS         Processes that run tests, 2 by default; 0 runs them in one, for a debugger.
+#   JOBS         Processes that run tests, by default 3 for make test and 2 for make test-all, whose tests are whole
+#                runs; 0 runs them in one, for a debugger.
 #   ARGS         Passed on: make test ARGS="-k ledger", make demo ARGS="trainer.steps=50".
 
 VENV := .venv
@@ -19,7 +20,7 @@ DEV := $(VENV)/.set-up-dev
 VLLM ?= auto
 TORCH_INDEX ?=
 ARGS ?=
-JOBS ?= 2
+JOBS ?= 3
 MINUTES ?= 3
 SEED ?= 1
 SUPPORTED := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))
@@ -61,6 +62,7 @@ PYTEST = $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reord
 test: $(DEV) ## Run the tests: every promise once
 	$(PYTEST) -m 'not matrix' $(ARGS)
 
+test-all: JOBS := $(if $(filter file,$(origin JOBS)),2,$(JOBS))
 test-all: $(DEV) ## Run the matrices that make test leaves out: every engine, layout, launcher and fault, long chaos
 	$(PYTEST) -m matrix $(ARGS)
 
