@@ -91,7 +91,7 @@ class AgentEpisode:
             except SessionError as error:
                 if error.code != NOT_SAVED:
                     raise
-                result = None  # whoever has the task repeats them
+                result = None  # the generator that has the task repeats them
             finally:
                 self._services.sessions.end(session)
             if result is None:

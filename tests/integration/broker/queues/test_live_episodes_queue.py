@@ -127,7 +127,7 @@ def test_a_new_run_of_the_name_does_not_continue_the_conversations_of_the_old_on
 
 
 def test_what_was_offered_before_the_trainer_mended_the_broker_is_given_to_nobody(broker: Broker) -> None:
-    """A generator that offers the sample anew deletes such a record: a conversation would lose it, and its reward."""
+    """A generator that offers the sample again deletes such a record: a conversation would lose it, and its reward."""
     live = broker.live_episodes("g")
     early, record = live.register("1-0", "http://g/before")
     assert record.run == "", "the broker has lost its data, and no trainer has taken over yet"
