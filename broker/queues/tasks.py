@@ -160,10 +160,9 @@ class TaskQueue(ConsumerGroup[Task]):
     ) -> None:
         """Report a sample that could not be produced: it becomes a dead letter, and its group continues without it.
 
-        delivery: with which it was asked for. Nothing changes if the task belongs to another generator by now.
-
         kind: word under which such samples are counted; nothing was wrong with one that is UNREWARDED, so it makes no
         dead letter. broken_version: the weights' version if its log-probabilities are not finite. trace: as in Score.
+        delivery: with which the sample was asked for; the report changes nothing if another generator has the task now.
         """
         letter = DeadLetter(
             source="generator", reason=reason, deliveries=1, payload=b"", task_id=task_id, sample=sample

@@ -41,7 +41,8 @@ class SampleMismatch:
 class _Excess:
     """Samples of one generator whose sum of a measure is compared with what is allowed. deviations: of each sample.
 
-    doubt: sum, over what is expected, of the squared tokens that share it, divided by the samples that it is a mean of.
+    doubt: for each mean of other generators, the square of the tokens that were compared with it, divided by the number
+    of its samples; the sum of these.
     """
 
     tokens: float = 0.0
@@ -137,8 +138,8 @@ def _usual_by_age(
 ) -> dict[tuple[str, int], tuple[float, float]]:
     """Return, for generators and ages, the median of the other generators of its pool, and its doubt as in _Excess.
 
-    Without other tokens there is none. Generators may take turns with versions. Then the others' next older tokens
-    count, which differ by more.
+    The result leaves out a generator and age if no other generator has tokens of that age or of an older one. If
+    generators take turns with versions, the others' next older tokens count; these differ by more.
     """
     sums: dict[int, dict[str, list[float]]] = {}
     for one in samples:

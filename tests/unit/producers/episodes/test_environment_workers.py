@@ -17,6 +17,7 @@ from producers.episodes.environments.worker import EnvironmentWorker
 from producers.workflows.base import FailedSample, find_workflow
 from producers.workflows.trajectory_builder import SampledCompletion
 from schemas.errors import ConfigError, DataError
+from schemas.system.worker_process import WorkerProcess
 from tests.support.producers.played_episodes import SpeakingEngine, chat_task, chat_tokenizer, loop_config, play
 
 GAMES = """
@@ -100,23 +101,38 @@ async def test_an_environment_plays_in_another_interpreter(base: Path) -> None:
     assert any("Say anything 3 times, python" in prompt for prompt in engine.prompts)
 
 
-@pytest.mark.parametrize("begun", [False, True])
-async def test_a_start_that_is_cancelled_leaves_no_process(tmp_path: Path, begun: bool) -> None:
+@pytest.mark.parametrize("loads", [False, True], ids=["while its process starts", "while it loads the environment"])
+async def test_a_start_that_is_cancelled_leaves_no_process(
+    tmp_path: Path, loads: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "slow.py").write_text(
-        "import pathlib, time\npathlib.Path(__file__).with_name('begun').touch()\ntime.sleep(60)\n", encoding="utf-8"
+        "import pathlib, time\npathlib.Path(__file__).with_name('loads').touch()\ntime.sleep(60)\n", encoding="utf-8"
     )
-    worker = EnvironmentWorker("slow.py:Count", tmp_path, sys.executable, ())
+    entered, go_on, made = threading.Event(), threading.Event(), threading.Event()
+
+    def start_late(*arguments: Any) -> WorkerProcess:
+        entered.set()
+        assert go_on.wait(20)
+        process = WorkerProcess(*arguments)
+        made.set()
+        return process
+
+    monkeypatch.setattr("producers.episodes.environments.worker.WorkerProcess", start_late)
     before = {*psutil.Process().children(recursive=True)}
-    starting = asyncio.create_task(worker.start())
-    async with asyncio.timeout(20):
-        while begun and not (tmp_path / "begun").exists():  # noqa: ASYNC110 - another process makes it
-            await asyncio.sleep(0.01)
-    await asyncio.sleep(0)
+    starting = asyncio.create_task(EnvironmentWorker("slow.py:Count", tmp_path, sys.executable, ()).start())
+    assert await asyncio.to_thread(entered.wait, 20)
+    if loads:
+        go_on.set()
+        async with asyncio.timeout(20):
+            while not (tmp_path / "loads").exists():  # noqa: ASYNC110 - another process makes it
+                await asyncio.sleep(0.01)
     starting.cancel()
+    await asyncio.sleep(0)
+    go_on.set()
     await asyncio.wait({starting}, timeout=20)
     assert starting.cancelled()
-    left = {*psutil.Process().children(recursive=True)} - before
-    assert not [each for each in left if "environments" in each.cmdline()]
+    assert await asyncio.to_thread(made.wait, 20), "another thread makes it, whatever becomes of the start"
+    assert {*psutil.Process().children(recursive=True)} <= before
 
 
 async def test_an_interpreter_is_looked_for_beside_the_configuration(base: Path) -> None:
