@@ -100,7 +100,6 @@ class PeerServer:
             self._streams.add(stream)
         try:
             stream.settimeout(SILENCE_S)
-            stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             if self._tls is not None:
                 stream = self._secure(stream, self._tls)
             self._admit(stream)

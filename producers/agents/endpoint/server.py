@@ -96,11 +96,8 @@ def listen(address: str) -> socket.socket:
     try:
         if not host:
             raise ValueError("the host is missing")
-        listener = open_listener(host.strip("[]"), int(port))
+        return open_listener(host.strip("[]"), int(port))
     except (OSError, ValueError, OverflowError) as error:
         raise ConfigError(
             f"generator.agents.address {address!r}: must be HOST:PORT of this machine: {error}"
         ) from error
-    # Connections inherit it. Otherwise the second of an answer's two writes would wait 40 ms for the first.
-    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    return listener

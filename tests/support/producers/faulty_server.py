@@ -104,7 +104,7 @@ class FaultyServer:
 async def served() -> AsyncIterator[FaultyServer]:
     """A faulty server on a free port of this machine."""
     faulty = FaultyServer()
-    listener = socket.socket()
+    listener = socket.socket(proto=socket.IPPROTO_TCP)
     listener.bind(("127.0.0.1", 0))
     faulty.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     server = uvicorn.Server(uvicorn.Config(make_app(faulty), log_level="critical", lifespan="off"))

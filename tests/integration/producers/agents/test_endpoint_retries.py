@@ -3,7 +3,6 @@
 import asyncio
 import gc
 import json
-import socket
 import time
 import weakref
 from collections.abc import AsyncIterator, Callable
@@ -237,18 +236,6 @@ async def test_the_server_closes_though_requests_wait() -> None:
     await server.close()
     assert session.cancelled == 1
     waiting.drop()
-
-
-async def test_an_answer_does_not_wait_for_the_acknowledgement_of_its_head() -> None:
-    listener = listen("127.0.0.1:0")
-    listener.listen()
-    listener.setblocking(False)
-    loop = asyncio.get_running_loop()
-    client = await asyncio.open_connection(*listener.getsockname())
-    accepted, _ = await loop.sock_accept(listener)
-    assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
-    for end in (accepted, listener, client[1]):
-        end.close()
 
 
 def test_an_address_that_cannot_be_had_is_named() -> None:
