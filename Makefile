@@ -8,8 +8,8 @@
 #                Linux machine without a GPU give it PyTorch's own index of CPU wheels, else pip fetches the CUDA build:
 #                make demo TORCH_INDEX="--index-url https://download.pytorch.org/whl/cpu"
 #   MINUTES      Length of make chaos, and of make soak; SEED: the seed of make chaos.
-#   JOBS         Processes that run tests, by default 3 for make test and 2 for make test-all, whose tests are whole
-#                runs; 0 runs them in one, for a debugger.
+#   JOBS         Processes that run tests, by default 3 for make test, whose tests wait for much, and 2 for others;
+#                0 runs them in one, for a debugger.
 #   ARGS         Passed on: make test ARGS="-k ledger", make demo ARGS="trainer.steps=50".
 
 VENV := .venv
@@ -20,7 +20,7 @@ DEV := $(VENV)/.set-up-dev
 VLLM ?= auto
 TORCH_INDEX ?=
 ARGS ?=
-JOBS ?= 3
+JOBS ?= 2
 MINUTES ?= 3
 SEED ?= 1
 SUPPORTED := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))
@@ -59,15 +59,15 @@ check: $(DEV) ## Style, types and unit tests side by side: the minute before a c
 
 PYTEST = $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
+test: JOBS := $(if $(filter file,$(origin JOBS)),3,$(JOBS))
 test: $(DEV) ## Run the tests: every promise once
 	$(PYTEST) -m 'not matrix' $(ARGS)
 
-test-all: JOBS := $(if $(filter file,$(origin JOBS)),2,$(JOBS))
 test-all: $(DEV) ## Run the matrices that make test leaves out: every engine, layout, launcher and fault, long chaos
 	$(PYTEST) -m matrix $(ARGS)
 
 unit: $(DEV) ## Run the unit tests
-	$(PYTEST) tests/unit $(ARGS)
+	$(PYTEST) --hypothesis-profile quick -m 'not matrix' tests/unit $(ARGS)
 
 system: ## Install the programs that tests drive: Chromium, Slurm, kubectl and others (Debian, Ubuntu; as root)
 	@tests/system.sh

@@ -36,6 +36,8 @@ from schemas.config import BrokerConfig  # noqa: E402
 # How long an example takes says nothing of what is tested: it depends on what else the machine does.
 hypothesis.settings.register_profile("tidemill", deadline=None)
 hypothesis.settings.load_profile("tidemill")
+# For `make unit`, before a commit; `make test` takes them all.
+hypothesis.settings.register_profile("quick", deadline=None, max_examples=25)
 _runs = itertools.count()
 _BEGAN = pytest.StashKey[float]()
 pytest_plugins = ["tests.support.selection"]
@@ -76,8 +78,14 @@ class Cycle:
 
 
 @pytest.fixture(autouse=True, scope="module")
-def own_garbage() -> Iterator[None]:
-    """A module's garbage ends with it, also where a service in this process left it out of the collector's rounds."""
+def own_garbage(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A module's garbage ends with it, also where a service in this process left it out of the collector's rounds.
+
+    Unit tests leave little, and looking for it in hundreds of modules takes longer than most of the tests.
+    """
+    if request.path.is_relative_to(Path(__file__).parent / "unit"):
+        yield
+        return
     cycle = Cycle()
     left = weakref.ref(cycle)
     yield

@@ -19,6 +19,7 @@ from benchmarks.services.overlap import measure as measure_overlap
 from benchmarks.services.overlap import simulate
 from benchmarks.services.scale import Lengths, answer_of, open_pending
 from benchmarks.services.scale import measure as measure_scale
+from benchmarks.services.traces import costs
 from benchmarks.services.transport import PIPELINES, PipelineBench, measure, measure_behind
 from benchmarks.weights.spread import measure as measure_spread
 from benchmarks.weights.transports import measure as measure_weights
@@ -216,3 +217,10 @@ def test_what_weights_log_is_not_in_the_result() -> None:
     done = CliRunner().invoke(app, ["weights", "--models", "1M", "--transports", "peer", "--rounds", "1", "--json"])
     assert done.exit_code == 0, done.output
     assert json.loads(done.stdout)["rows"][0]["bytes_full"] > 0
+
+
+@pytest.mark.parametrize("calls", [0, 2])
+def test_trajectories_with_traces_and_without_take_the_same_way(calls: int) -> None:
+    found = asyncio.run(costs(TrajectoryPool(16), 16, calls, 4, "http://127.0.0.1:9"))
+    assert [*found] == ["off", "on", "again", "sending"]
+    assert found["off"].low > 0

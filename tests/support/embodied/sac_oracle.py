@@ -1,4 +1,4 @@
-"""Make tests/unit/consumers/trainer/fragments/sac_update.json: an update by Stable-Baselines3's own SAC.
+"""Make tests/integration/consumers/trainer/fragments/sac_update.json: an update by Stable-Baselines3's own SAC.
 
     python tests/support/embodied/sac_oracle.py
 
@@ -17,7 +17,7 @@ import torch
 from stable_baselines3 import SAC
 from stable_baselines3.common.logger import Logger
 
-BATCH, OUT = 16, Path(__file__).parents[2] / "unit/consumers/trainer/fragments/sac_update.json"
+BATCH, OUT = 16, Path(__file__).parents[2] / "integration/consumers/trainer/fragments/sac_update.json"
 
 
 def plain(tensors: dict[str, torch.Tensor]) -> dict[str, Any]:

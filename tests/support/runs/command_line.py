@@ -1,6 +1,7 @@
 """The ``tidemill`` command as a user calls it, in this process: another one takes longer to start than to run."""
 
 import contextlib
+import functools
 import io
 import sys
 from dataclasses import dataclass
@@ -10,6 +11,9 @@ from unittest.mock import patch
 import typer
 
 from deploy.cli.app import app, main
+
+build = functools.cache(typer.main.get_command)
+"""Builds the tree of commands once for all tests, which takes longer than most of them."""
 
 
 @dataclass(frozen=True)
@@ -28,6 +32,7 @@ def run_tidemill(*arguments: str, answer: str = "", cwd: Path | None = None) -> 
     """
     stdout, stderr = io.StringIO(), io.StringIO()
     with (
+        patch.object(typer.main, "get_command", build),
         patch.object(sys, "argv", ["tidemill", *arguments]),
         patch.object(sys, "stdin", io.StringIO(answer)),
         contextlib.chdir(cwd or "."),
@@ -44,4 +49,4 @@ def run_tidemill(*arguments: str, answer: str = "", cwd: Path | None = None) -> 
 
 def command_names() -> set[str]:
     """The names of all commands, without ``tidemill``."""
-    return set(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
+    return set(build(app).commands)  # type: ignore[attr-defined]

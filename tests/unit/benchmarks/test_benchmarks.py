@@ -13,9 +13,7 @@ from benchmarks.gpu import recipe
 from benchmarks.gpu.__main__ import Case, list_cases, measure, newest
 from benchmarks.gpu.table import table
 from benchmarks.harness.trajectories import random_groups
-from benchmarks.harness.workload import TrajectoryPool
 from benchmarks.services.generator import count_tokens
-from benchmarks.services.traces import costs
 from benchmarks.services.trainer import LONGEST, MEAN, PROMPT, SPREAD, VOCABULARY, _padded, _row
 from deploy.launchers.gpus import Gpu, find_gpus, plan_gpus
 from schemas.config import load_config
@@ -177,10 +175,3 @@ async def test_tokens_that_come_side_by_side_are_all_counted() -> None:
 
     requests = [(index, f"bare-{index}") for index in range(100)]
     assert await count_tokens(ask, requests, 8) == sum(range(100))
-
-
-@pytest.mark.parametrize("calls", [0, 2])
-def test_trajectories_with_traces_and_without_take_the_same_way(calls: int) -> None:
-    found = asyncio.run(costs(TrajectoryPool(16), 16, calls, 4, "http://127.0.0.1:9"))
-    assert [*found] == ["off", "on", "again", "sending"]
-    assert found["off"].low > 0

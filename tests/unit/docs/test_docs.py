@@ -12,7 +12,6 @@ from typing import Any, get_origin
 
 import jsonschema
 import pytest
-import typer
 import yaml
 from markdown.extensions.toc import slugify
 from pydantic import BaseModel
@@ -22,6 +21,7 @@ from deploy.checks.names import check_names, editor_schema
 from deploy.cli.app import app
 from schemas.config import GeneratorConfig, PoolConfig, TidemillConfig, load_config, parse_config
 from schemas.metric_names import METRICS, describe
+from tests.support.runs.command_line import build, command_names
 
 ROOT = Path(__file__).resolve().parents[3]
 ROOT_PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "AGENTS.md", "CHANGELOG.md")]
@@ -78,7 +78,7 @@ def commands(page: Path) -> Iterator[list[str]]:
 
 @each_page
 def test_every_command_exists(page: Path) -> None:
-    known = set(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
+    known = command_names()
     for words in commands(page):
         for name in words[:1]:
             assert set(name.split("|")) <= known or name.startswith("--"), f"tidemill {name}"
@@ -86,7 +86,7 @@ def test_every_command_exists(page: Path) -> None:
 
 @each_page
 def test_every_option_of_a_command_exists(page: Path) -> None:
-    group = typer.main.get_command(app)
+    group = build(app)
     for words in commands(page):
         options = {word.split("=")[0] for word in words if word.startswith("--")}
         command: Any = group

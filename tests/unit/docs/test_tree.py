@@ -45,16 +45,6 @@ def test_the_contract_finds_a_circle(tmp_path: Path, planted: dict[str, str], ty
     assert lint(tmp_path, {name: TYPES_ONLY + text if types_only and text else text for name, text in planted.items()})
 
 
-@pytest.mark.parametrize("options", [[], ["-p", "no:anyio"]], ids=["with the plugin", "without it"])
-def test_a_test_that_is_a_coroutine_is_never_skipped(tmp_path: Path, options: list[str]) -> None:
-    (tmp_path / "test_planted.py").write_text("async def test_fails():\n    raise AssertionError\n", encoding="utf-8")
-    settings = ["-c", ROOT / "pyproject.toml", "--rootdir", tmp_path, "-p", "no:cacheprovider"]
-    command = [sys.executable, "-m", "pytest", *settings, *options, tmp_path / "test_planted.py"]
-    found = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
-    assert found.returncode == 1
-    assert "1 failed" in found.stdout.splitlines()[-1]
-
-
 def lint(folder: Path, files: dict[str, str]) -> int:
     """Exit status of the project's contract on circles over a package of these files."""
     contracts = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["importlinter"][

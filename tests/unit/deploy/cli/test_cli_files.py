@@ -11,13 +11,12 @@ from typing import Any
 
 import jsonschema
 import pytest
-import typer
 import yaml
 
 from deploy.cli.app import app
 from schemas.config import load_config
 from tests.support.models.model_folders import write_model_files
-from tests.support.runs.command_line import run_tidemill
+from tests.support.runs.command_line import build, run_tidemill
 from tests.support.runs.run_folders import make_run
 
 WITHOUT = {
@@ -192,7 +191,7 @@ def _commands(group: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, Any
 
 
 def test_every_command_has_json_but_for_services_and_servers() -> None:
-    found = dict(_commands(typer.main.get_command(app)))
+    found = dict(_commands(build(app)))
     without = {name for name, command in found.items() if not any("--json" in each.opts for each in command.params)}
     assert without == set(WITHOUT)
 

@@ -241,6 +241,9 @@ def test_names_that_yaml_takes_for_something_else_are_texts() -> None:
         render({}, name="123")
 
 
+MORE = pytest.mark.matrix("one more set of options of the chart")
+
+
 def in_order(value: Any) -> Any:
     """Lists whose entries have names, such as variables, by name: kustomize puts what it changes first."""
     if isinstance(value, dict):
@@ -255,13 +258,13 @@ def in_order(value: Any) -> Any:
 @pytest.mark.parametrize(
     ("overrides", "options"),
     [
-        ([], {}),
         ([], {"trainer_nodes": 3, "storage": "1Ti", "registry": "ghcr.io/me", "tag": "1.2"}),
         ([], {"trainer_gpus": 0, "generator_gpus": 0, "broker": True, "keda": True}),
-        ([], {"access_mode": "ReadWriteOnce", "storage_class": "fast"}),
-        ([f"pools={POOLS}"], {"access_mode": "ReadWriteOnce"}),
+        pytest.param([], {}, marks=MORE),
+        pytest.param([], {"access_mode": "ReadWriteOnce", "storage_class": "fast"}, marks=MORE),
+        pytest.param([f"pools={POOLS}"], {"access_mode": "ReadWriteOnce"}, marks=MORE),
         ([f"pools={POOLS}", "model.path=/tidemill/runs/cache/sums", f"warm_start={WARM}"], {"registry": "ghcr.io/me"}),
-        ([TURNS], {"registry": "ghcr.io/me", "tag": "1.2"}),
+        pytest.param([TURNS], {"registry": "ghcr.io/me", "tag": "1.2"}, marks=MORE),
         ([TURNS, "trainer.publish.transport=file"], {"access_mode": "ReadWriteOnce", "storage_class": "fast"}),
     ],
 )

@@ -19,6 +19,7 @@ from deploy.launchers.node import Node, run_node
 from deploy.launchers.pool_gpus import plan_pools
 from deploy.launchers.slurm import Slurm
 from deploy.run.up import SupervisedRun
+from deploy.services.finished_run import FinishedRunWatch
 from deploy.supervisor.process import Processes
 from schemas.config import TidemillConfig, parse_config, save_config
 from schemas.errors import ConfigError
@@ -138,6 +139,7 @@ def test_the_brokers_url_is_given_as_such_or_in_a_file_whatever_the_configuratio
     monkeypatch.setattr("deploy.launchers.node.find_gpus", list)
     monkeypatch.setattr("deploy.launchers.node.check_server_now", asked.append)
     monkeypatch.setattr(Node, "run", lambda self, config: 0)
+    monkeypatch.setattr(FinishedRunWatch, "start", lambda self: None)
     (tmp_path / "url").write_text("redis://10.0.0.1:6379/0\n")
     file = tmp_path / "my.yaml"
     file.write_text(

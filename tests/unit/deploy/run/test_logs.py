@@ -185,7 +185,7 @@ def test_evaluations_the_broker_forgot_are_in_the_runs_file(tmp_path: Path, monk
 
 def test_a_long_run_is_summarised_and_drawn_line_by_line(tmp_path: Path) -> None:
     """A week has gigabytes of samples, and a summary that does not fit into memory would never be written."""
-    steps, tasks, n = 300, 64, 8
+    steps, tasks, n = 100, 64, 8
     with (tmp_path / "trained.jsonl").open("w") as lines:
         for step in range(steps):
             samples = [(task, sample) for task in range(step * tasks, (step + 1) * tasks) for sample in range(n)]

@@ -1,9 +1,11 @@
-"""The options of tests/support/selection.py, which continuous integration takes a part of the matrices with."""
+"""How tests are run: coroutines as well, and with the options of tests/support/selection.py a part of them."""
 
 import os
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).parents[3]
 FILES = [f"tests/unit/schemas/test_{name}.py" for name in ("booleans", "errors")]
@@ -38,3 +40,13 @@ def test_files_come_in_the_order_of_a_seed_and_chaos_before_them() -> None:
         assert {*order[1:]} == {*FILES}
         orders.add(order)
     assert len(orders) == 2
+
+
+@pytest.mark.parametrize("options", [[], ["-p", "no:anyio"]], ids=["with the plugin", "without it"])
+def test_a_test_that_is_a_coroutine_is_never_skipped(tmp_path: Path, options: list[str]) -> None:
+    (tmp_path / "test_planted.py").write_text("async def test_fails():\n    raise AssertionError\n", encoding="utf-8")
+    settings = ["-c", ROOT / "pyproject.toml", "--rootdir", tmp_path, "-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", "pytest", *settings, *options, tmp_path / "test_planted.py"]
+    found = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert found.returncode == 1
+    assert "1 failed" in found.stdout.splitlines()[-1]
