@@ -91,6 +91,10 @@ class Conversion:
         """Return a setting's value there, by default its rule's."""
         return self.known.get(key, self._by_key[key][0].default)
 
+    def count(self, key: str) -> int:
+        """Return a setting that says how many; TypeError, ValueError if it is no number. A text can be multiplied."""
+        return int(self.value(key))
+
     def within(self, *sections: str) -> list[str]:
         """Return the keys that the file sets below these sections, each with a dot at its end."""
         return [key for key in self.known if key.startswith(sections)]
@@ -144,8 +148,8 @@ class Conversion:
         if not share or self.get(path) is not None:
             return None
         if steps is None:
-            self.ask(f"{path}: {share:g} of trainer.steps")
-        return None if steps is None else round(share * steps)
+            self.ask(f"{path}: {float(share):g} of trainer.steps")
+        return None if steps is None else round(float(share) * steps)
 
     def over_lr(self, rate: Any, section: str = "trainer.optimizer") -> float | None:
         """Return the learning rate that the schedule ends at as a share of the peak."""

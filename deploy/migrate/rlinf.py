@@ -103,7 +103,7 @@ def convert_control(done: Conversion) -> None:
     """Convert PPO, GRPO or SAC of a policy that acts in an environment: a small network, or tokens of a model."""
     known, kind = done.known, done.value("algorithm.adv_type")
     played = ("rollout_epoch", "total_num_envs", "max_steps_per_rollout_epoch")
-    transitions = math.prod(known.get(f"env.train.{name}", 1) for name in played)
+    transitions = math.prod(int(known.get(f"env.train.{name}", 1)) for name in played)
     done.set("reward.terms", [{"name": FILL_IN if known.get("reward.use_reward_model") else "episode"}])
     if kind == "embodied_sac":
         done.set("trainer.sac.updates_per_transition", known.get("algorithm.update_epoch", 1) / transitions)
@@ -129,8 +129,8 @@ def convert_control(done: Conversion) -> None:
 
 def _tokens(done: Conversion) -> None:
     """Convert a vision-language-action model, whose weights are not read here."""
-    known, chunk = done.known, done.value("actor.model.num_action_chunks")
-    groups = known.get("env.train.total_num_envs", 1) * done.value("env.train.rollout_epoch")
+    known, chunk = done.known, done.count("actor.model.num_action_chunks")
+    groups = int(known.get("env.train.total_num_envs", 1)) * done.count("env.train.rollout_epoch")
     done.set("trainer.batch_groups", max(1, groups // done.value("algorithm.group_size")))
     if (parts := done.get("trainer.minibatches") or 1) > done.get("trainer.batch_groups"):
         done.set("trainer.minibatches", done.get("trainer.batch_groups"))
@@ -138,7 +138,7 @@ def _tokens(done: Conversion) -> None:
     old = known.get("actor.model.model_path")
     done.config["model"] |= {"path": FILL_IN, "max_length": 1024, "output_tokens": r"<a\d+>"}
     done.ask(f"model.path: in place of {old} a Qwen2.5-VL or Qwen3-VL with the tokens <a0> to <a255>, docs/embodied.md")
-    done.set("sampling.max_tokens", chunk * done.value("actor.model.action_dim"))
+    done.set("sampling.max_tokens", chunk * done.count("actor.model.action_dim"))
     args = {"id": FILL_IN, "chunk": chunk, "picture": "picture", "success": True}
     turns = max(1, known.get("env.train.max_episode_steps", 1) // chunk)
     played = {"environment": "actions", "args": args, "history": False, "max_turns": turns}

@@ -42,8 +42,8 @@ def _ranks(done: Conversion, ours: str) -> int:
 
 
 def _steps(done: Conversion) -> None:
-    known, group, accumulated = done.known, done.value("num_generations"), done.value("gradient_accumulation_steps")
-    rows = done.value("per_device_train_batch_size") * _ranks(done, "trainer.batch_groups")
+    known, group, accumulated = done.known, done.value("num_generations"), done.count("gradient_accumulation_steps")
+    rows = done.count("per_device_train_batch_size") * _ranks(done, "trainer.batch_groups")
     # A generation serves so many micro-batches, and each gradient_accumulation_steps of them make an update.
     served = known.get("steps_per_generation") or known.get("generation_batch_size", rows * accumulated) // rows
     completions, updates = rows * max(served, accumulated), max(1, served // accumulated)
@@ -174,7 +174,7 @@ def convert_sft(done: Conversion) -> None:
 
 def _offline(done: Conversion, section: str, rows_of: str, answer: str | None) -> None:
     known = done.known
-    rows = done.value("per_device_train_batch_size") * done.value("gradient_accumulation_steps")
+    rows = done.count("per_device_train_batch_size") * done.count("gradient_accumulation_steps")
     done.set(f"{section}.batch_size", rows * _ranks(done, f"{section}.batch_size"))
     done.set_steps("num_train_epochs", section)
     args: dict[str, Any] = {"path": known.get("data_files") or known.get("dataset_name") or FILL_IN, "answer": answer}

@@ -56,10 +56,10 @@ def convert(done: Conversion) -> None:
     """Convert settings of verl, in its own defaults where they differ from ours and decide what is trained."""
     done.known = {_newer(key): value for key, value in done.known.items()}
     done.set("model.max_length", done.value("data.max_prompt_length") + done.value("data.max_response_length"))
-    batch, part = done.value("data.train_batch_size"), done.value(f"{ACTOR}.ppo_mini_batch_size")
+    batch, part = done.count("data.train_batch_size"), done.count(f"{ACTOR}.ppo_mini_batch_size")
     if done.within(f"{ASYNC}."):
         # There, train_batch_size has no effect.
-        batch = part * done.value(f"{ASYNC}.require_batches") * done.value(f"{ASYNC}.trigger_parameter_sync_step")
+        batch = part * done.count(f"{ASYNC}.require_batches") * done.count(f"{ASYNC}.trigger_parameter_sync_step")
         done.set("trainer.batch_groups", batch)
     done.set("trainer.minibatches", -(-batch // part) if part < batch else None)
     if part < batch and batch % part:

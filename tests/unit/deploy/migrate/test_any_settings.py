@@ -30,6 +30,21 @@ def test_no_value_ends_in_anything_but_a_line(name: str, data: st.DataObject) ->
         assert render(Path("file"), name, done)
 
 
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [
+        ("rlinf", {"runner.max_steps": 10**15, "actor.optim.lr_warmup_steps_ratio": "half"}),
+        ("rlinf_control", {"env.train.total_num_envs": "all", "env.train.rollout_epoch": 10**15}),
+        ("trl", {"per_device_train_batch_size": "auto", "gradient_accumulation_steps": 10**15}),
+        ("verl", {"actor_rollout_ref.actor.ppo_mini_batch_size": "all", "async_training.require_batches": 10**15}),
+    ],
+)
+def test_a_text_is_not_repeated_as_often_as_a_number_says(name: str, found: dict[str, Any]) -> None:
+    """It would take all memory of the machine, or say MemoryError."""
+    with pytest.raises(ConfigError, match="holds a value of another type"):
+        convert_found(name, found)
+
+
 @pytest.mark.parametrize("name", SYSTEMS)
 def test_each_setting_is_carried_over_or_named(name: str) -> None:
     """A setting of no rule, and one of each rule that has no counterpart."""
