@@ -71,7 +71,7 @@ class ProbeServer:
     def _handler(self) -> type[BaseHTTPRequestHandler]:
         probes = self
 
-        class Handler(BaseHTTPRequestHandler):
+        class HealthHandler(BaseHTTPRequestHandler):
             timeout = TIMEOUT_S
             server_version = "tidemill"
             sys_version = ""
@@ -89,7 +89,7 @@ class ProbeServer:
             def log_message(self, format: str, *args: Any) -> None:
                 """Log nothing: probes come every few seconds."""
 
-        return Handler
+        return HealthHandler
 
 
 def _metrics(state: str, version: int, figures: dict[str, float]) -> str:

@@ -126,11 +126,6 @@ def train_sft(
             register_fsdp_forward_method(trained, "choices")
         reported = progress if ranks.is_main else None
         last = _Training(trained, other, settings, limits, ranks, reported).run(own, DTYPES[dtype], seed)
-        if last.accuracy < (settings.stop_accuracy or 0):
-            raise ConfigError(
-                f"warm start reached accuracy {last.accuracy:.2f} of {settings.stop_accuracy} within"
-                f" warm_start.max_steps {settings.max_steps}: raise that or lower warm_start.stop_accuracy"
-            )
         digest = settings_digest(settings, seed, dtype, base)
         result = SftResult(last.accuracy, last.step, round(last.seconds, 2), digest)
         save_weights(trained.causal_lm, named_weights(trained), aside, dtype, ranks)
@@ -171,7 +166,7 @@ class _Training:
     last: SftProgress = field(init=False)
 
     def run(self, examples: Sequence[DemonstrationIds], dtype: torch.dtype, seed: int) -> SftProgress:
-        """Train, and return the last evaluation."""
+        """Train, and return the last evaluation; ConfigError if its accuracy is not the one that was asked for."""
         settings = self.settings
         optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=settings.lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True
@@ -180,6 +175,11 @@ class _Training:
         step = OfflineStep(self.model, optimizer, cut, self.ranks, dtype, max_grad_norm=1.0)
         first = min(settings.eval_every, settings.max_steps)
         step.train(batches(examples, settings.batch_size, seed), self._loss, self._lr, self._evaluate, first)
+        if self.last.accuracy < (settings.stop_accuracy or 0):
+            raise ConfigError(
+                f"warm start reached accuracy {self.last.accuracy:.2f} of {settings.stop_accuracy} within"
+                f" warm_start.max_steps {settings.max_steps}: raise that or lower warm_start.stop_accuracy"
+            )
         return self.last
 
     def _loss(self, batch: Sequence[DemonstrationIds], rows: Sequence[DemonstrationIds]) -> Tensor:

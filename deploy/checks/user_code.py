@@ -131,7 +131,7 @@ def check_chat(config: TidemillConfig, example: Example) -> None:
     from jinja2.ext import loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-    class Generation(loopcontrols):
+    class GenerationBlock(loopcontrols):
         """The block that marks the model's own words, as transformers defines it."""
 
         tags = loopcontrols.tags | {"generation"}
@@ -143,7 +143,7 @@ def check_chat(config: TidemillConfig, example: Example) -> None:
             return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
     try:
-        ImmutableSandboxedEnvironment(extensions=[Generation]).parse(template)
+        ImmutableSandboxedEnvironment(extensions=[GenerationBlock]).parse(template)
     except TemplateSyntaxError as error:
         raise ConfigError(f"the chat template in {folder} is broken, line {error.lineno}: {error.message}") from error
 

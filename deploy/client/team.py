@@ -208,7 +208,7 @@ def make_server(file: Path, port: int, user_header: str | None = None) -> Thread
     """
     places = read_places(file)
 
-    class Handler(BaseHTTPRequestHandler):
+    class TeamHandler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             # A page of another site must not read this one under a name of its own.
             known = self.headers.get("Host", "").rpartition(":")[0] in HOSTS and self.path == "/"
@@ -226,7 +226,7 @@ def make_server(file: Path, port: int, user_header: str | None = None) -> Thread
         def log_message(self, format: str, *args: Any) -> None:
             """Say nothing of requests."""
 
-    return ThreadingHTTPServer(("127.0.0.1", port), Handler)
+    return ThreadingHTTPServer(("127.0.0.1", port), TeamHandler)
 
 
 def serve(file: Path, port: int, user_header: str | None = None) -> None:

@@ -68,7 +68,7 @@ class RankReport(msgspec.Struct, frozen=True):
         return f"rank {self.rank} on {self.host}"
 
 
-class Collective(msgspec.Struct, frozen=True):
+class RankSum(msgspec.Struct, frozen=True):
     """A sum over all ranks. correct: its result. gb_per_s: bytes that each rank sent and received, by second."""
 
     backend: str
@@ -94,7 +94,7 @@ def check_ranks(config: TidemillConfig) -> list[Finding] | None:
         return compare([report, *others], collective, config.folder)
 
 
-def compare(reports: Sequence[RankReport], collective: Collective | None, folder: Path) -> list[Finding]:
+def compare(reports: Sequence[RankReport], collective: RankSum | None, folder: Path) -> list[Finding]:
     """Judge what all ranks report. collective: None in a single process. folder: of the run."""
     findings = [_devices(reports), *_versions(reports)]
     hosts = {report.host for report in reports}
@@ -119,7 +119,7 @@ def compare(reports: Sequence[RankReport], collective: Collective | None, folder
     return findings
 
 
-def _sum_finding(collective: Collective, card: str | None) -> Finding:
+def _sum_finding(collective: RankSum, card: str | None) -> Finding:
     """Judge a sum. card: of ranks on one machine, whose link is known."""
     if not collective.correct:
         advice = "the connection or its driver is broken: try NCCL_P2P_DISABLE=1, then NCCL_IB_DISABLE=1"
@@ -267,7 +267,7 @@ def _sees(ranks: Ranks, folder: Path) -> bool:
     return seen
 
 
-def _sum_over_ranks(ranks: Ranks) -> Collective | None:
+def _sum_over_ranks(ranks: Ranks) -> RankSum | None:
     if ranks.world == 1:
         return None
     device = ranks.accelerator.device
@@ -278,4 +278,4 @@ def _sum_over_ranks(ranks: Ranks) -> Collective | None:
     seconds = _seconds(lambda: dist.all_reduce(values), device)
     correct = not ranks.any(not correct)
     sent = 2 * (ranks.world - 1) / ranks.world * values.nbytes
-    return Collective(dist.get_backend(), correct, sent / seconds / 1e9)
+    return RankSum(dist.get_backend(), correct, sent / seconds / 1e9)

@@ -30,7 +30,7 @@ from schemas.messages import FileSource, Sampling, Trajectory
 
 
 @dataclass(frozen=True)
-class Piece:
+class VersionPiece:
     """Neighbouring tokens of a sample, all sampled by one version of the weights, and what was before them."""
 
     version: int
@@ -52,7 +52,7 @@ def check_rollouts(config: TidemillConfig) -> None:
         raise ConfigError(f"replay --rollouts: seeds of the workflow {workflow} depend on the order of its requests")
 
 
-def pieces_of(sample: Trajectory, seed: int, sampling: Sampling) -> Iterator[Piece]:
+def pieces_of(sample: Trajectory, seed: int, sampling: Sampling) -> Iterator[VersionPiece]:
     """Cut a sample into pieces. seed: of its task; sampling: of the run."""
     every, mask, versions = sample.tokens.numpy(), sample.loss_mask.numpy(), sample.versions()
     settings = msgspec.structs.replace(sampling, temperature=sample.temperature, seed=seed + sample.sample, stop=[])
@@ -65,7 +65,7 @@ def pieces_of(sample: Trajectory, seed: int, sampling: Sampling) -> Iterator[Pie
         for start, end in zip([0, *ends], ends, strict=False):
             if kinds[start] < 0:
                 continue
-            yield Piece(
+            yield VersionPiece(
                 version=int(kinds[start]),
                 before=tokens[:start],
                 tokens=tokens[start:end],
@@ -89,7 +89,7 @@ class RolloutReplay(AbstractContextManager["RolloutReplay"]):
         self._config, self._plan = config, plan
         self._runner, self._folder = asyncio.Runner(), TemporaryDirectory()
         self._engine = make_engine(config.generator.engine, engine_settings(config, "replay"), config.base)
-        self._pieces: dict[int, list[Piece]] | None = None
+        self._pieces: dict[int, list[VersionPiece]] | None = None
         self.tokens = self.samples = 0
         self.differs: list[str] = []
 
@@ -109,10 +109,10 @@ class RolloutReplay(AbstractContextManager["RolloutReplay"]):
             self._runner.run(self._generate(FileSource(file), version, pieces))
             file.unlink()
 
-    def _read(self) -> dict[int, list[Piece]]:
+    def _read(self) -> dict[int, list[VersionPiece]]:
         files, sampling = BatchFiles(self._config.folder), make_sampling(self._config.sampling)
         supervised = self._config.supervised_weights
-        found: dict[int, list[Piece]] = {}
+        found: dict[int, list[VersionPiece]] = {}
         for step in range(self._plan.first, self._plan.last):
             for group in files.read(step).groups:
                 seed = task_seed(self._config.run.seed, group.task_id)
@@ -122,7 +122,7 @@ class RolloutReplay(AbstractContextManager["RolloutReplay"]):
                     found.setdefault(piece.version, []).append(piece)
         return found
 
-    async def _generate(self, weights: FileSource, version: int, pieces: Sequence[Piece]) -> None:
+    async def _generate(self, weights: FileSource, version: int, pieces: Sequence[VersionPiece]) -> None:
         await self._engine.load(weights, version)
         requests = [self._engine.generate(piece.before, piece.sampling) for piece in pieces]
         for piece, (again,) in zip(pieces, await asyncio.gather(*requests), strict=True):

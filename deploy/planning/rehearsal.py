@@ -7,6 +7,7 @@ every collective at once. It leaves its process unusable for anything else: rehe
 import math
 import os
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import asdict, replace
 from types import SimpleNamespace
 from typing import Any, cast
@@ -232,13 +233,7 @@ def _measure(
     small = _weights_in_4_bits(config, step.policy)
     in_4_bits = sum(weight.numel() for weight in small)
     parameters += bytes_in_4_bits(in_4_bits) - _bytes(small)
-    batch = make_batch(config, step.ranks.layout)
-    if (replay := step.policy.router_replay) is not None:
-        shape = (*batch[0].tokens.shape, replay.layers, replay.k)
-        experts = torch.arange(replay.k, dtype=torch.int16).expand(shape).contiguous()
-        batch = [replace(batch[0], routed_experts=experts)] * len(batch)
-    # On the host, before anything is on a device.
-    batch = [laid_out(batch[0], step.policy)] * len(batch)
+    batch = _batch_of(config, step)
     ledger.add([*weights, *buffers, *states])
     base = ledger.live
     images = [] if batch[0].images is None else batch[0].images.tensors
@@ -255,13 +250,9 @@ def _measure(
     if on_gpu:
         # A step begins by moving all of its micro-batches.
         temporary += (count - 1) * _bytes(images)
-    operators, traffic = Counter[tuple[int, int]](), Counter[Traffic]()
     # Of a step's many micro-batches few were computed, and of its updates one an epoch.
-    for work, times, computed in ((shapes.work, count, len(batch)), (watch.changed, config.trainer.minibatches, 1)):
-        for key, calls in work.operators.items():
-            operators[key] += calls * times // computed
-        for each in _traffic(work, step.ranks):
-            traffic[replace(each, sent=0)] += each.sent * times // computed
+    parts = ((shapes.work, count, len(batch)), (watch.changed, config.trainer.minibatches, 1))
+    operators, traffic = _scaled(parts, step.ranks)
     if away:
         each_way = _bytes(away) * config.trainer.minibatches * config.trainer.epochs
         traffic[Traffic(MAIN_MEMORY, "optimizer state", 1, 1, False, 0)] += each_way
@@ -282,6 +273,29 @@ def _measure(
         main_memory=_bytes(away),
         in_4_bits=in_4_bits,
     )
+
+
+def _batch_of(config: TidemillConfig, step: TrainStep) -> list[MicroBatch]:
+    """The batch as a step gets it, on the host, before anything is on a device."""
+    batch = make_batch(config, step.ranks.layout)
+    if (replay := step.policy.router_replay) is not None:
+        shape = (*batch[0].tokens.shape, replay.layers, replay.k)
+        experts = torch.arange(replay.k, dtype=torch.int16).expand(shape).contiguous()
+        batch[0] = replace(batch[0], routed_experts=experts)
+    return [laid_out(batch[0], step.policy)] * len(batch)
+
+
+def _scaled(
+    parts: Iterable[tuple[WorkLedger, int, int]], ranks: Ranks
+) -> tuple[Counter[tuple[int, int]], Counter[Traffic]]:
+    """Sum work up, each part with how often a step has it and how often it was computed."""
+    operators, traffic = Counter[tuple[int, int]](), Counter[Traffic]()
+    for work, times, computed in parts:
+        for key, calls in work.operators.items():
+            operators[key] += calls * times // computed
+        for each in _traffic(work, ranks):
+            traffic[replace(each, sent=0)] += each.sent * times // computed
+    return operators, traffic
 
 
 def _weights_in_4_bits(config: TidemillConfig, policy: Policy) -> list[Tensor]:

@@ -90,14 +90,7 @@ def summarise(metrics: Iterable[dict[str, Any]], trained: Iterable[dict[str, Any
                 totals[name] += value * count
                 weights[name] += count
     means = {name: total / weights[name] for name, total in totals.items()}
-    # Times are of all steps, also of those that were trained again.
-    wall_s, phases_s = 0.0, dict(final.phases_s)
-    for line in metrics:
-        wall_s = float(line["wall_s"])
-        for name, spent in line.items():
-            if name.startswith("time/"):
-                phase = "trainer/" + name.removeprefix("time/").removesuffix("_s")
-                phases_s[phase] = phases_s.get(phase, 0.0) + float(spent)
+    wall_s, phases_s = _times(metrics, final)
     evaluations = sorted(final.evaluations, key=lambda evaluation: evaluation.version)
     # Weights that were trained already say nothing of how it was before.
     before = evaluations[0] if evaluations and evaluations[0].version == 0 else None
@@ -131,6 +124,18 @@ def summarise(metrics: Iterable[dict[str, Any]], trained: Iterable[dict[str, Any
         },
         "wall_s_by_phase": {name: round(seconds, 3) for name, seconds in phases_s.items()},
     }
+
+
+def _times(metrics: Iterable[dict[str, Any]], final: Final) -> tuple[float, dict[str, float]]:
+    """Return the run's seconds, whole and by phase, of all steps, also of those that were trained again."""
+    wall_s, phases_s = 0.0, dict(final.phases_s)
+    for line in metrics:
+        wall_s = float(line["wall_s"])
+        for name, spent in line.items():
+            if name.startswith("time/"):
+                phase = "trainer/" + name.removeprefix("time/").removesuffix("_s")
+                phases_s[phase] = phases_s.get(phase, 0.0) + float(spent)
+    return wall_s, phases_s
 
 
 def write_summary(folder: Path, final: Final) -> dict[str, Any]:

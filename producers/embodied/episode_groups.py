@@ -7,23 +7,23 @@ import numpy as np
 from producers.embodied.environment_process import EnvironmentLost
 from producers.embodied.fragment_collector import (
     MOST_LOSSES,
-    Actor,
     Collected,
     Episodes,
     FragmentCollector,
+    PolicyFunction,
     pack,
     spans_of,
 )
 from schemas.messages.fragments import TRUNCATED
 
 
-def play_group(collector: FragmentCollector, seed: int, steps: int, actor: Actor) -> list[Collected] | None:
+def play_group(collector: FragmentCollector, seed: int, steps: int, actor: PolicyFunction) -> list[Collected] | None:
     """Play an episode in each environment from one state; None if the actor ends. Steps after its end are dropped."""
     parts = play_episodes(collector, seed, steps, actor)
     return None if parts is None else [_first_episode(parts, env) for env in range(collector.envs)]
 
 
-def play_episodes(collector: FragmentCollector, seed: int, steps: int, actor: Actor) -> list[Collected] | None:
+def play_episodes(collector: FragmentCollector, seed: int, steps: int, actor: PolicyFunction) -> list[Collected] | None:
     """Play all environments from one state, ``steps`` at a time, until each ends an episode; None if the actor ends.
 
     What a lost process breaks off is played again from its seed; EnvironmentLost after MOST_LOSSES losses.

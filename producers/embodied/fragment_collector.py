@@ -40,7 +40,7 @@ step in 5 ms have a seventh more steps a second than with two. Each group costs 
 _UNKNOWN = 2
 
 
-class Actor(Protocol):
+class PolicyFunction(Protocol):
     """The policy as the collector calls it; None ends the fragment."""
 
     def __call__(self, observations: Seen, rng: np.random.Generator, /) -> Acted | None: ...
@@ -169,7 +169,7 @@ class FragmentCollector:
         for share in self._shares:
             share.process.close()
 
-    def collect(self, steps: int, actor: Actor) -> Collected | None:
+    def collect(self, steps: int, actor: PolicyFunction) -> Collected | None:
         """Play ``steps`` steps of each environment; None if the actor ends. DataError if a number is not finite."""
         columns = _Columns(steps, self.envs, self._shares[0].process)
         columns.carried = None if self._discount is None else self._carried.copy()
@@ -186,7 +186,7 @@ class FragmentCollector:
         columns.observations[steps] = self._observations
         return Collected(columns.fragment(), list(spans_of(columns.versions)), self._episodes)
 
-    def _act(self, shares: Sequence[_Share], t: int, columns: _Columns, actor: Actor) -> bool:
+    def _act(self, shares: Sequence[_Share], t: int, columns: _Columns, actor: PolicyFunction) -> bool:
         """Begin step t of these environments, which lie side by side; False if the actor ends."""
         part = slice(shares[0].part.start, shares[-1].part.stop)
         columns.observations[t, part] = self._observations[part]
@@ -201,7 +201,7 @@ class FragmentCollector:
             share.step = t
         return True
 
-    def _finish(self, shares: Sequence[_Share], columns: _Columns, actor: Actor) -> bool:
+    def _finish(self, shares: Sequence[_Share], columns: _Columns, actor: PolicyFunction) -> bool:
         """Take the results of the step under way, with new processes for those that are lost; False: the actor ends."""
         going, found = True, []
         for share in shares:

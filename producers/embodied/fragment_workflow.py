@@ -13,7 +13,7 @@ import numpy as np
 
 from producers.embodied.environment_process import EnvironmentLost, spec_of
 from producers.embodied.episode_groups import play_episodes, play_group
-from producers.embodied.fragment_collector import Actor, Collected, Episodes, FragmentCollector, spans_of
+from producers.embodied.fragment_collector import Collected, Episodes, FragmentCollector, PolicyFunction, spans_of
 from producers.embodied.mlp_engine import MlpEngine
 from producers.workflows.base import RolloutContext, WorkflowServices
 from producers.workflows.trajectory_builder import SampledCompletion
@@ -104,7 +104,7 @@ class Fragments:
     @contextmanager
     def _playing(
         self, engine: MlpEngine, task: Task, envs: int, seed: int, processes: int = 1, discount: float | None = None
-    ) -> Iterator[tuple[FragmentCollector, Actor]]:
+    ) -> Iterator[tuple[FragmentCollector, PolicyFunction]]:
         """Yield the task's environments, idle or new ones, and the policy that plays them in the block.
 
         An error in the block closes them, whatever state they are in, so the next task begins with fresh ones.

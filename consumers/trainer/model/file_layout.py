@@ -178,7 +178,7 @@ class FileLayout:
         """The byte of the file at which each tensor begins."""
         return {spec.name: len(self.head) + at for spec, at in zip(self.specs, self._offsets, strict=False)}
 
-    def pieces(self, weights: Callable[[str], Tensor], file: SharedFile) -> Iterator[Piece]:
+    def pieces(self, weights: Callable[[str], Tensor], file: SharedFile) -> Iterator[FilePiece]:
         """Yield what this rank writes of ``weights``. All ranks iterate at the same time: some are gathered."""
         rank, world = file.rank, file.world
         for number, conversion in enumerate(self.conversions):
@@ -187,22 +187,22 @@ class FileLayout:
             if _apart(conversion, sources):
                 part = local_part(sources[0])
                 for own, block in own_blocks(sources[0]) if _writes(sources[0], rank) else ():
-                    yield Piece(self, conversion, [part[own]], dtype, [each.start for each in block])
+                    yield FilePiece(self, conversion, [part[own]], dtype, [each.start for each in block])
             elif conversion.by_rows and isinstance(sources[0], DTensor):
                 for first, rows in _gathered_rows(sources[0], dtype):
                     if _writes(sources[0], rank, gathered=True):
-                        yield Piece(self, conversion, [rows], dtype, [first], gathered=True)
+                        yield FilePiece(self, conversion, [rows], dtype, [first], gathered=True)
             elif world > 1 and any(isinstance(source, DTensor) for source in sources):
                 gathered = [whole(source, dtype) for source in sources]
                 if rank == (0 if file.blind else number % world):
-                    yield Piece(self, conversion, gathered, dtype, gathered=True)
+                    yield FilePiece(self, conversion, gathered, dtype, gathered=True)
             elif rank == 0:
                 # A module's parameter is replaced by its gathered form while the step computes; its one part stays.
-                yield Piece(self, conversion, [local_part(source) for source in sources], dtype)
+                yield FilePiece(self, conversion, [local_part(source) for source in sources], dtype)
 
 
 @dataclass(frozen=True)
-class Piece:
+class FilePiece:
     """What one rank writes of a conversion. start: where its part of the one source begins; None for all of it.
 
     gathered: whether the sources are copies, which take memory until they are written.
@@ -250,7 +250,7 @@ class Piece:
             put(data[number * run : (number + 1) * run], self.layout.places[name] + place * self.dtype.itemsize)
 
 
-def write_pieces(path: Path, pieces: Iterable[Piece], head: bytes = b"") -> None:
+def write_pieces(path: Path, pieces: Iterable[FilePiece], head: bytes = b"") -> None:
     """Write pieces, and its head if given, into a file that exists; OSError if that fails."""
     file = os.open(path, os.O_WRONLY)
     try:
@@ -275,7 +275,7 @@ class SharedFile:
         self.blind = ranks is not None and ranks.any(not shows(path, mark))
         self._channel = channel
 
-    def write(self, pieces: Sequence[Piece], head: bytes = b"") -> None:
+    def write(self, pieces: Sequence[FilePiece], head: bytes = b"") -> None:
         """Write or send pieces, and the head if given, unless there is a ``problem``; an OSError is kept as one."""
         if self.problem or not (pieces or head):
             return
@@ -320,7 +320,7 @@ class SharedFile:
                     problem = str(error)
 
 
-def _send(channel: Channel, mark: str, pieces: Iterable[Piece]) -> None:
+def _send(channel: Channel, mark: str, pieces: Iterable[FilePiece]) -> None:
     message = bytearray()
 
     def put(data: memoryview | bytes, place: int) -> None:

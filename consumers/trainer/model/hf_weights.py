@@ -22,7 +22,7 @@ from consumers.trainer.distributed.ranks import Ranks
 from consumers.trainer.fragments.actor_critic import Actor
 from consumers.trainer.model.file_layout import (
     FileLayout,
-    Piece,
+    FilePiece,
     SharedFile,
     TensorConversion,
     conversions,
@@ -137,7 +137,7 @@ def save_weights(
         file = SharedFile(path, mark if together is None else together.broadcast_text(mark), together, channel)
         file.problem = problem
         # A rank that cannot write gathers on, for the others wait for it. What is sent waits for all that is gathered.
-        later: list[Piece] = []
+        later: list[FilePiece] = []
         for piece in part.pieces(lambda name: change(name, dequantise(named[name])), file):
             later.append(piece)
             if not (file.blind and rank):

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from consumers.trainer.distributed.ranks import Ranks, reshard
-from consumers.trainer.model.file_layout import FileLayout, Piece, SharedFile, mark_file
+from consumers.trainer.model.file_layout import FileLayout, FilePiece, SharedFile, mark_file
 from consumers.trainer.model.hf_weights import file_layout, wire_weights
 from consumers.trainer.model.policy import Policy
 from schemas.errors import InfraError
@@ -32,7 +32,7 @@ class Snapshot:
     order of the file.
     """
 
-    def __init__(self, file: SharedFile, layout: FileLayout, pieces: Sequence[Piece]) -> None:
+    def __init__(self, file: SharedFile, layout: FileLayout, pieces: Sequence[FilePiece]) -> None:
         self.specs: list[TensorSpec] = layout.specs
         self._file, self._layout, self._pieces = file, layout, pieces
         self._released = threading.Event()

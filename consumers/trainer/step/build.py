@@ -24,7 +24,7 @@ from consumers.trainer.step.gradient_update import GradientUpdate, Schedule
 from consumers.trainer.step.learner import Learner
 from consumers.trainer.step.optimizers import build_optimizer
 from consumers.trainer.step.prepare import Preparation
-from consumers.trainer.step.train_step import Observer, TrainStep
+from consumers.trainer.step.train_step import TrainStep
 from schemas.config import TidemillConfig
 from schemas.errors import ConfigError
 from schemas.model_folder import check_quantised
@@ -65,18 +65,13 @@ def build_train_step(
     policy = _shard_policy(policy, config, ranks)
     reference = reference or reference_policy(config, ranks)
     critic = critic or build_critic(config, empty=not ranks.is_main)
-    critic_step = None
-    if critic is not None and trainer.critic is not None:
-        _run_tower(critic, ranks)
-        _before_sharding(critic, config, ranks)
-        critic_step = CriticStep(critic, trainer.critic, trainer.steps, ranks, dtype)
+    critic_step = None if critic is None else _build_critic_step(critic, config, ranks)
     # Each model of the step computes the same micro-batches: one that pads needs them cut for padding.
     packed = all(model.packed for model in (policy, reference, critic) if model is not None)
     if policy.packed:
         try_kernel(policy.causal_lm.config.get_text_config(), ranks.accelerator.device, dtype)
     planner = _build_planner(config, ranks, policy, advantages, cost, packed)
     objective = Objective.from_config(trainer, config.base)
-    observers: list[Observer] = [each for each in (watch_experts(policy), policy.router_replay) if each is not None]
     preparation = Preparation(
         objective,
         reference=reference,
@@ -88,20 +83,26 @@ def build_train_step(
         score_proximal=trainer.epochs * trainer.minibatches > 1 and objective.loss.needs_proximal,
     )
     optimizer = build_optimizer(policy, trainer.optimizer)
-    update = GradientUpdate(policy, optimizer, ranks, trainer.optimizer.max_grad_norm, dtype)
-    schedule = Schedule(trainer.optimizer, trainer.optimizer.lr, trainer.steps)
     return TrainStep(
         policy,
         planner,
-        update,
-        schedule,
+        GradientUpdate(policy, optimizer, ranks, trainer.optimizer.max_grad_norm, dtype),
+        Schedule(trainer.optimizer, trainer.optimizer.lr, trainer.steps),
         ranks,
         objective,
         preparation if preparation.needed else None,
         critic_step,
-        observers,
+        [each for each in (watch_experts(policy), policy.router_replay) if each is not None],
         trainer.epochs,
     )
+
+
+def _build_critic_step(critic: Critic, config: TidemillConfig, ranks: Ranks) -> CriticStep | None:
+    if (settings := config.trainer.critic) is None:
+        return None
+    _run_tower(critic, ranks)
+    _before_sharding(critic, config, ranks)
+    return CriticStep(critic, settings, config.trainer.steps, ranks, DTYPES[config.model.dtype])
 
 
 def _shard_policy(policy: Policy, config: TidemillConfig, ranks: Ranks) -> Policy:

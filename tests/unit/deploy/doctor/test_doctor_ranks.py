@@ -7,13 +7,13 @@ import pytest
 import torch.distributed as dist
 
 from deploy.doctor import ranks
-from deploy.doctor.ranks import Collective, RankReport, check_ranks, compare
+from deploy.doctor.ranks import RankReport, RankSum, check_ranks, compare
 from deploy.planning.cards import recognize_card
 from schemas.config import ParallelConfig
 from schemas.errors import InfraError
 from tests.support.configurations import minimal_config
 
-SUM = Collective("nccl", correct=True, gb_per_s=180.0)
+SUM = RankSum("nccl", correct=True, gb_per_s=180.0)
 GOOD = [
     RankReport(
         rank=rank,
@@ -34,7 +34,7 @@ GOOD = [
 ]
 
 
-def problems(reports: list[RankReport], collective: Collective | None = SUM) -> list[tuple[str, str, str]]:
+def problems(reports: list[RankReport], collective: RankSum | None = SUM) -> list[tuple[str, str, str]]:
     found = compare(reports, collective, Path("/shared/run"))
     assert all(bool(finding.advice) == (finding.level != "ok") for finding in found)
     return [(finding.name, finding.level, finding.text) for finding in found if finding.level != "ok"]
