@@ -8,7 +8,7 @@
 #                Linux machine without a GPU give it PyTorch's own index of CPU wheels, else pip fetches the CUDA build:
 #                make demo TORCH_INDEX="--index-url https://download.pytorch.org/whl/cpu"
 #   MINUTES      Length of make chaos, and of make soak; SEED: the seed of make chaos.
-#   JOBS         Processes that run tests, by default 4 for make test, whose tests wait for much (3 with less than 12 GB
+#   JOBS         Processes that run tests, by default 4 for make test, whose tests wait for much (3 with less than 16 GB
 #                of memory), and 2 for others; 0 runs them in one, for a debugger.
 #   ARGS         Passed on: make test ARGS="-k ledger", make demo ARGS="trainer.steps=50".
 
@@ -59,7 +59,7 @@ check: $(DEV) ## Style, types and unit tests side by side: the minute before a c
 
 PYTEST = $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
-MANY = $(shell awk '/MemTotal/ {many = $$2 > 12e6} END {print 3 + many}' /proc/meminfo 2>/dev/null || echo 3)
+MANY = $(shell awk '/MemTotal/ {many = $$2 > 15e6} END {print 3 + many}' /proc/meminfo 2>/dev/null || echo 3)
 test: JOBS := $(if $(filter file,$(origin JOBS)),$(MANY),$(JOBS))
 test: $(DEV) ## Run the tests: every promise once
 	$(PYTEST) -m 'not matrix' $(ARGS)
