@@ -59,7 +59,7 @@ check: $(DEV) ## Style, types and unit tests side by side: the minute before a c
 
 PYTEST = $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
-MANY = $(shell awk '/MemTotal/ {many = $$2 > 15e6} END {print 3 + many}' /proc/meminfo 2>/dev/null || echo 3)
+MANY = $(firstword $(shell awk '/MemTotal/ {many = $$2 > 15e6} END {print 3 + many}' /proc/meminfo 2>/dev/null || echo 3))
 test: JOBS := $(if $(filter file,$(origin JOBS)),$(MANY),$(JOBS))
 test: $(DEV) ## Run the tests: every promise once
 	$(PYTEST) -m 'not matrix' $(ARGS)
