@@ -15,6 +15,13 @@ SHELL, YAML = (".sh", ".bash"), (".yaml", ".yml")
 """How names of files end."""
 
 
+def whole(key: str, value: Any) -> int:
+    """Return the value of a setting that says how many; ValueError if it is another: a text can be multiplied, too."""
+    if not isinstance(value, int | float) or value != value // 1:
+        raise ValueError(f"{key} is {value!r}, not a whole number")
+    return int(value)
+
+
 class Unread(str):
     """Source of a value that only running the script could tell."""
 
@@ -92,8 +99,8 @@ class Conversion:
         return self.known.get(key, self._by_key[key][0].default)
 
     def count(self, key: str) -> int:
-        """Return a setting that says how many; TypeError, ValueError if it is no number. A text can be multiplied."""
-        return int(self.value(key))
+        """Return a setting that says how many; ValueError names it if it is no whole number."""
+        return whole(key, self.value(key))
 
     def within(self, *sections: str) -> list[str]:
         """Return the keys that the file sets below these sections, each with a dot at its end."""
@@ -147,9 +154,11 @@ class Conversion:
         path, steps = "trainer.optimizer.warmup_steps", self.get("trainer.steps")
         if not share or self.get(path) is not None:
             return None
+        if not isinstance(share, int | float):
+            raise ValueError(f"the warm-up's share of all steps is {share!r}, not a number")
         if steps is None:
-            self.ask(f"{path}: {float(share):g} of trainer.steps")
-        return None if steps is None else round(float(share) * steps)
+            self.ask(f"{path}: {share:g} of trainer.steps")
+        return None if steps is None else round(share * steps)
 
     def over_lr(self, rate: Any, section: str = "trainer.optimizer") -> float | None:
         """Return the learning rate that the schedule ends at as a share of the peak."""

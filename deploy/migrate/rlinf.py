@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from deploy.migrate.conversion import YAML, Conversion, ForeignSystem, Signs, parquet, reads_images
+from deploy.migrate.conversion import YAML, Conversion, ForeignSystem, Signs, parquet, reads_images, whole
 from deploy.migrate.hydra import compose, read_composed, read_yaml, settings
 from deploy.migrate.rules import FILL_IN, listed, read_rules, read_words, several
 from schemas.config.deploy import parse_ranges
@@ -103,7 +103,7 @@ def convert_control(done: Conversion) -> None:
     """Convert PPO, GRPO or SAC of a policy that acts in an environment: a small network, or tokens of a model."""
     known, kind = done.known, done.value("algorithm.adv_type")
     played = ("rollout_epoch", "total_num_envs", "max_steps_per_rollout_epoch")
-    transitions = math.prod(int(known.get(f"env.train.{name}", 1)) for name in played)
+    transitions = math.prod(whole(name, known.get(f"env.train.{name}", 1)) for name in played)
     done.set("reward.terms", [{"name": FILL_IN if known.get("reward.use_reward_model") else "episode"}])
     if kind == "embodied_sac":
         done.set("trainer.sac.updates_per_transition", known.get("algorithm.update_epoch", 1) / transitions)
@@ -130,7 +130,7 @@ def convert_control(done: Conversion) -> None:
 def _tokens(done: Conversion) -> None:
     """Convert a vision-language-action model, whose weights are not read here."""
     known, chunk = done.known, done.count("actor.model.num_action_chunks")
-    groups = int(known.get("env.train.total_num_envs", 1)) * done.count("env.train.rollout_epoch")
+    groups = whole("total_num_envs", known.get("env.train.total_num_envs", 1)) * done.count("env.train.rollout_epoch")
     done.set("trainer.batch_groups", max(1, groups // done.value("algorithm.group_size")))
     if (parts := done.get("trainer.minibatches") or 1) > done.get("trainer.batch_groups"):
         done.set("trainer.minibatches", done.get("trainer.batch_groups"))
