@@ -46,6 +46,7 @@ class ProbeServer:
         self._thread.start()
 
     def close(self) -> None:
+        """Stop serving probes."""
         self._server.shutdown()
         self._server.server_close()
 

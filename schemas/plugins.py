@@ -33,6 +33,7 @@ class Registry:
 
     @property
     def names(self) -> list[str]:
+        """Names of all entries, sorted."""
         return sorted(self._paths)
 
     def get(self, name: str, base: Path | None = None) -> Any:

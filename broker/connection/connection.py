@@ -66,6 +66,7 @@ class CommandPacker(HiredisRespSerializer):
     """Packs commands for the wire. hiredis copies each argument three times; large bodies in HSET are packed here."""
 
     def pack(self, *args: Any) -> list[bytes]:
+        """Encode one command. A large body in HSET is copied once, by Python."""
         body = args[-1]
         large = type(body) is bytes and len(body) >= LARGE_BODY
         if not large or args[0] != "HSET" or not {str, bytes}.issuperset(map(type, args)):

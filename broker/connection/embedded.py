@@ -67,10 +67,12 @@ class EmbeddedServer:
 
     @property
     def socket(self) -> Path:
+        """Path of the server's Unix socket."""
         return self._link.resolve() / "broker.sock"
 
     @property
     def url(self) -> str:
+        """URL for clients: TCP if the server has a port, else its Unix socket."""
         return f"redis://127.0.0.1:{self.port}/0" if self.port else f"unix://{self.socket}"
 
     def command(self) -> list[str]:

@@ -73,6 +73,7 @@ class EvalResult(DatasetResult):
 
     @property
     def complete(self) -> bool:
+        """Whether every sample has been scored or has failed."""
         return self.scored + self.failed >= self.n
 
 

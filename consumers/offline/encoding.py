@@ -65,6 +65,7 @@ class DemonstrationIds(NamedTuple):
 
     @property
     def ids(self) -> list[int]:
+        """Ids of the prompt, then of the answer."""
         return self.prompt + self.answer
 
 

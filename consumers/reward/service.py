@@ -107,6 +107,7 @@ class RewardService:
         self._pending: dict[asyncio.Task[Score], Delivery[Trajectory]] = {}
 
     def describe(self) -> tuple[str, int, dict[str, float]]:
+        """Return state, version (none: -1) and counts, for the heartbeat."""
         return "running", -1, {name: float(count) for name, count in self._counts.items()}
 
     async def run(self, stop: StopFlag) -> None:

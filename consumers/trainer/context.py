@@ -92,6 +92,7 @@ class LiveSettings:
 
     @property
     def steps(self) -> int:
+        """The run's number of steps, as last set."""
         return int(self._changed.get("steps", self._config.trainer.steps))
 
     @property
@@ -102,6 +103,7 @@ class LiveSettings:
 
     @property
     def checkpoint_every(self) -> int:
+        """Steps between two checkpoints, as last set."""
         return int(self._changed.get("checkpoint_every", self._config.trainer.checkpoint.every))
 
 

@@ -172,6 +172,7 @@ class GroupIntake:
                 self._buffer.take(group.task_id)
 
     def forget_covered(self, records: Sequence[BatchRecord]) -> None:
+        """Forget the outcomes of steps that a checkpoint covers."""
         for record in records:
             self._forget(self.outcomes_of(record))
 

@@ -59,6 +59,7 @@ class Leadership:
 
     @property
     def number(self) -> int:
+        """Number of the leader term."""
         return term_number(self.leader_term)
 
     def next_version(self) -> int:
@@ -130,6 +131,7 @@ class Leadership:
             atomic_write(self._file, content, durable=True)
 
     def read(self) -> LeaderRecord | None:
+        """Return what the last leader recorded in its file; None if there is no readable record."""
         try:
             found = json.loads(self._file.read_text(encoding="utf-8"))
             return LeaderRecord(str(found["leader_term"]), int(found["version"]))

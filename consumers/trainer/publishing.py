@@ -76,6 +76,7 @@ class WeightPublisher:
             log.warning("a weight version was not sent", error=str(error))
 
     def close(self) -> None:
+        """Wait for the version that is being sent, then end its thread."""
         self._wait_sent()
         self._executor.shutdown()
 

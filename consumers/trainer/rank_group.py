@@ -180,6 +180,7 @@ class RankGroup:
 
     @property
     def saving(self) -> bool:
+        """Whether a checkpoint is being written."""
         return self._writing is not None and not self._writing.done()
 
     def wait_saved(self) -> None:
@@ -193,18 +194,21 @@ class RankGroup:
             raise InfraError(f"a checkpoint was not written within {SAVE_DEADLINE_S:.0f} s") from error
 
     def load(self, path: Path) -> Restored:
+        """Load a checkpoint on all ranks."""
         self.hold()
         self._send_to_all(Act("load", str(path)))
         self._wait_copied()
         return self.checkpoint_store.load(path, self.step)
 
     def export(self, folder: Path) -> None:
+        """Write the policy as a Hugging Face model; all ranks take part."""
         self.hold()
         self._send_to_all(Act("export", str(folder)))
         with self.ranks.on_all_ranks(f"cannot write the model {folder}"):
             save_model(self.step.policy, folder, self._dtype, self.ranks)
 
     def compare(self, path: Path) -> Comparison:
+        """Compare all ranks' state with a checkpoint."""
         self.hold()
         self._send_to_all(Act("compare", str(path)))
         return compare(self.step, path)

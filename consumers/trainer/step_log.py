@@ -62,6 +62,7 @@ class StepLog:
         self.tokens_per_s = 0.0
 
     def write_resumed(self) -> None:
+        """Write that training resumes here: later lines replace those of steps from this one on."""
         resumed = {"resumed": self._progress.step, "leader_term": self._context.session.leader_term}
         self._append(self._trained, resumed)
 

@@ -36,4 +36,5 @@ def run_check(name: str, check: Callable[[], Finding | str | None]) -> Finding:
 
 
 def one_line(text: str) -> str:
+    """Return a text with every run of whitespace as one space."""
     return " ".join(text.split())

@@ -54,6 +54,7 @@ class Place(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def shown(self) -> str:
+        """Its address as shown to users, without a password."""
         return hide_password(self.control or self.broker or "")
 
 

@@ -65,6 +65,7 @@ class RankReport(msgspec.Struct, frozen=True):
 
     @property
     def name(self) -> str:
+        """The rank and its host, as shown to users."""
         return f"rank {self.rank} on {self.host}"
 
 

@@ -136,6 +136,7 @@ class RolloutReplay(AbstractContextManager["RolloutReplay"]):
         return {"samples": self.samples, "tokens": self.tokens, "other": left, "differs": self.differs}
 
     def verdict(self) -> str:
+        """Return one line as shown to users: whether all tokens are equal, and where they first differ."""
         what, left = f"{self.tokens} tokens of {self.samples} samples were generated again", self.as_json()["other"]
         rest = f"; {left} others are of weights that these steps do not pass through" if left else ""
         if not self.differs:

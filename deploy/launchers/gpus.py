@@ -54,6 +54,7 @@ class GpuPlan:
     pools: Mapping[str, int] = field(default_factory=dict)
 
     def apply(self, config: TidemillConfig) -> TidemillConfig:
+        """Return a copy of the configuration with what the plan decided."""
         args = config.generator.args
         if self.utilization is not None:
             args = {**args, UTILIZATION: self.utilization}

@@ -105,6 +105,7 @@ class Local(Processes):
         return (plan_pools if config.pools else plan_gpus)(config, self._there, *self._wanted)
 
     def launch(self, config: TidemillConfig, fresh: bool = False) -> int:
+        """Plan this machine's GPUs, then run the whole system until it ends; returns the exit code."""
         plan = self._plan = self.plan(config)
         if plan.sharing:
             folder = (config.folder / DEVICES).resolve()
@@ -120,6 +121,7 @@ class Local(Processes):
     def start(
         self, argv: Sequence[str], name: str, role: str, log: Path | None, environment: Mapping[str, str], mark: str
     ) -> Process:
+        """Start a service's process on the GPUs of its plan."""
         gpus = self._gpus(role, name)
         if gpus:
             environment = {**environment, VISIBLE: ",".join(gpus)}

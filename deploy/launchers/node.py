@@ -60,6 +60,7 @@ class Node(Processes):
     def start(
         self, argv: Sequence[str], name: str, role: str, log: Path | None, environment: Mapping[str, str], mark: str
     ) -> Process:
+        """Start a service's process on the GPUs that the placement gives it here."""
         if gpus := (self.plan.placed or {}).get(name):
             environment = {**environment, VISIBLE: ",".join(self._gpus[index].name for index in gpus)}
         return super().start(argv, name, role, log, environment, mark)

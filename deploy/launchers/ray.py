@@ -153,6 +153,7 @@ class RayCluster:
     def start(
         self, argv: Sequence[str], name: str, role: str, log: Path | None, environment: Mapping[str, str], mark: str
     ) -> RunningService:
+        """Start a service: broker and control plane on this machine, all others as Ray actors."""
         if role in ("broker", "control"):
             # The embedded broker and the control plane are on this machine, as their clients expect.
             return Processes().start(argv, name, role, log, environment, mark)
@@ -244,6 +245,7 @@ class Ray(RayOptions):
     """The launcher ``ray``."""
 
     def launch(self, config: TidemillConfig, fresh: bool = False) -> int:
+        """Run the system on a Ray cluster until it ends; returns the exit code. ConfigError if it does not fit."""
         if config.placement is not None and not config.placement.is_auto:
             return self._launch_whole(config, config.placement, fresh)
         check_places(config, "Ray", self.generators if self.max_generators is None else self.max_generators)
@@ -290,6 +292,7 @@ class Ray(RayOptions):
         return outcome.report()
 
     def plan(self, config: TidemillConfig, there: float, least: int, most: int) -> GpuPlan:
+        """Return the GPUs of trainer and generators, if ``there`` are this many; one GPU is shared."""
         given, needed = (self.trainer_gpus, self.generator_gpus), (config.trainer.processes, engine_width(config))
         if there == 1 and (given, needed) == (("auto", "auto"), (1, 1)):
             utilization = shared_utilization(config, most)

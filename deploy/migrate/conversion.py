@@ -135,6 +135,7 @@ class Conversion:
         return [one for name, value in node.items() for one in self.missing(value, f"{path}.{name}".lstrip("."))]
 
     def ask(self, text: str) -> None:
+        """Note something that users have to decide themselves."""
         self.to_do.append(text)
 
     def leave(self, reason: str, *keys: str) -> None:

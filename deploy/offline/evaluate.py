@@ -74,6 +74,7 @@ class Duel:
         return lead, low, high
 
     def as_json(self) -> dict[str, Any]:
+        """Return counts, Elo lead and its 95 % interval as plain data for JSON."""
         lead, low, high = (round(value, 1) for value in self.elo())
         return {"wins": self.wins, "ties": self.ties, "losses": self.losses, "elo": lead, "elo_95": [low, high]}
 

@@ -54,6 +54,7 @@ class ServedSession(Session):
     """The session of one request, sampled as the request says; SessionError names a setting that no engine has."""
 
     async def complete(self, request: CallRequest) -> list[SampledAnswer]:
+        """Answer a request with the sampling settings that it gives. SessionError 400 for unsupported ones."""
         asked, default = request.ignored, msgspec.structs.asdict(self._sampling)
         others = {name: value for name, value in asked.items() if name not in _HONOURED}
         if unknown := [name for name, value in others.items() if value and value != _NEUTRAL.get(name)]:
@@ -162,6 +163,7 @@ class LiveWeights:
         return True
 
     def close(self) -> None:
+        """Delete the fetched versions."""
         shutil.rmtree(self._folder, ignore_errors=True)
 
 

@@ -79,6 +79,7 @@ class StepTime:
 
     @property
     def total(self) -> float:
+        """Seconds of a step: sharding overlaps with arithmetic, exchanges do not."""
         return max(self.arithmetic, self.sharding) + self.exchanges
 
 

@@ -54,6 +54,7 @@ class DeviceQuota:
 
     @classmethod
     def of(cls, config: TidemillConfig) -> DeviceQuota:
+        """Return the limits that ``control.devices`` and ``supervisor.max_devices`` set."""
         given = config.control.devices
         kinds = {scaled_role("generator", pool): one for pool, one in by_pool(config).items()}
         widths = {kind: given.get(kind) or engine_width(one) for kind, one in kinds.items()}
@@ -180,6 +181,7 @@ class ClusterLayout:
 
     @property
     def by_pool(self) -> dict[str, int]:
+        """Number of generators of each pool, by name."""
         found = Counter[str]()
         for part in self.pools:
             found[part.name] += part.generators
@@ -187,6 +189,7 @@ class ClusterLayout:
 
     @property
     def gpus(self) -> int:
+        """GPUs in use; a GPU that trainer and generators share counts once."""
         own = sum(pool.gpus for pool in self.pools) or (self.generators - self.shared) * self.generator_gpus
         return own + self.trainers
 

@@ -83,6 +83,7 @@ def plan(
 
 
 def make(config: TidemillConfig, gpus: int, staleness: int, known: Known) -> Plan:
+    """Return the best plan for so many GPUs at this staleness."""
     return best(
         gpus,
         config.trainer.batch_groups,
@@ -167,6 +168,7 @@ def choose(plans: list[Plan]) -> Plan:
 
 
 def describe(plan: Plan) -> dict[str, Any]:
+    """Return a plan and its simulated outcome as plain data for JSON."""
     layout, outcome = plan.layout, plan.outcome
     return {
         "staleness": layout.staleness,

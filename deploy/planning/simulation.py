@@ -40,10 +40,12 @@ class SimulationResult:
 
     @property
     def tokens_per_s(self) -> float:
+        """Trained tokens a second."""
         return self.tokens / self.seconds
 
     @property
     def step_s(self) -> float:
+        """Mean seconds of a step."""
         return self.seconds / self.steps
 
 

@@ -57,6 +57,7 @@ class SampleCounts:
         self._pages: dict[tuple[int, int], bytearray] = {}
 
     def add(self, task: int, sample: int) -> None:
+        """Count a trained sample: as distinct, or as trained again."""
         page, place = divmod(task, self.PAGE)
         bits = self._pages.get((page, sample))
         if bits is None:

@@ -72,6 +72,7 @@ class FinishedRunWatch:
         return finished is not None and finished >= self._config.trainer.steps
 
     def start(self) -> None:
+        """Start the watching thread."""
         threading.Thread(target=self._watch, name="finished run", daemon=True).start()
 
     def _watch(self) -> None:

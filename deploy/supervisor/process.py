@@ -60,14 +60,17 @@ class Process:
 
     @property
     def guard_pid(self) -> int:
+        """Process id of the guardian, which ends with the process."""
         return self._process.pid
 
     @property
     def pid(self) -> int | None:
+        """Its process id; None until the guardian has told it."""
         self._process.poll()
         return self._process.program_pid
 
     def poll(self) -> Exit | None:
+        """Return how the process ended; None while it runs."""
         if self._exit is None and (code := self._process.poll()) is not None:
             told = self._process.exit_code
             # Without a last word the guardian itself was killed, and its child with it.

@@ -54,10 +54,12 @@ class RestartState:
     _recent: deque[float] = field(default_factory=deque)
 
     def started(self, now: float) -> None:
+        """Note that the process was started at ``now``."""
         self.state = State.RUNNING
         self._started = now
 
     def asked(self) -> None:
+        """Note that the service was asked to stop: it is not restarted."""
         if self.state is State.RUNNING:
             self.state = State.STOPPING
         elif self.state is State.WAITING:

@@ -52,6 +52,7 @@ class Change:
     ends_run: bool = False
 
     def print(self) -> None:
+        """Print it to stderr."""
         print(f"{self.service}: {self.text}", file=lossy(sys.stderr))
 
 

@@ -159,6 +159,7 @@ class Supervisor:
         ]
 
     def add(self, spec: ServiceSpec) -> None:
+        """Start a service and keep it running. ConfigError if one of this name runs already."""
         old = self._services.get(spec.name)
         if old is not None and old.process is not None:
             raise ConfigError(f"service {spec.name!r} is already running")

@@ -135,6 +135,7 @@ class Session:
             await asyncio.wait_for(self._settled.wait(), seconds)
 
     async def complete(self, request: CallRequest) -> list[SampledAnswer]:
+        """Answer a request, after those of a resumed episode have been repeated."""
         if self._requests is not None:
             await self.repeat_requests(before=request)
         return await self._complete(request)
@@ -203,6 +204,7 @@ class Session:
         self._asked[digest].discard(place)
 
     def set_reward(self, value: float, completion_id: str | None = None) -> None:
+        """Set the episode's reward, or that of one completion. SessionError 404 if there is no such completion."""
         self._refuse_users()
         if completion_id is None:
             self.reward = value
@@ -212,6 +214,7 @@ class Session:
             self.conversation.set_reward(self._numbers[completion_id], value)
 
     def add_metrics(self, metrics: dict[str, float]) -> None:
+        """Add metrics to the episode; a name given again is replaced. SessionError 413 if there are too many."""
         self._refuse_users()
         all_metrics = self.metrics | metrics
         if sum(map(len, all_metrics)) > MOST_NAMES:
@@ -219,6 +222,7 @@ class Session:
         self.metrics = all_metrics
 
     async def count_tokens(self, request: CallRequest) -> int:
+        """Return the tokens of a request's prompt, or a lower bound that already exceeds the model's length."""
         self._check_open()
         least = self._least_tokens(request)
         if least > self._policy.max_length:
@@ -227,6 +231,7 @@ class Session:
             return len((await asyncio.to_thread(self._prompt, request)).ids)
 
     def finish(self) -> None:
+        """End the episode."""
         self._refuse_users()
         self.finished.set()
 

@@ -17,6 +17,7 @@ class Sessions:
         self._ended: OrderedDict[str, None] = OrderedDict()
 
     def add(self, session: Session) -> None:
+        """Add a running session."""
         self._running[session.token] = session
 
     def end(self, session: Session) -> None:
@@ -28,6 +29,7 @@ class Sessions:
                 self._ended.popitem(last=False)
 
     def find(self, token: str) -> Session:
+        """Return the running session of a token. SessionError 410 if it has ended, 401 if there was none."""
         session = self._running.get(token)
         if session is not None:
             return session

@@ -70,6 +70,7 @@ def record_completion(completion: Completion) -> Call:
 
 
 def recorded_completion(call: Call) -> Completion:
+    """Return the completion of a recorded call, for a repeated request."""
     return Completion(call.tokens.numpy().tolist(), call.logprobs.numpy(), list(call.spans), call.finish)
 
 

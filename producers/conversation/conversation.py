@@ -157,6 +157,7 @@ class Conversation:
         return NextPrompt(ids, "raw", name, best.number, best.length, new, images=images)
 
     def key(self, prompt: NextPrompt) -> bytes:
+        """Return the key under which a repetition of this prompt finds its answer."""
         return digest_key(prompt.digest, self._asked[prompt.digest])
 
     def add(self, prompt: NextPrompt, completion: Completion, answer: Message) -> int:
@@ -205,6 +206,7 @@ class Conversation:
         self._make_records()
 
     def set_reward(self, call: int, reward: float) -> None:
+        """Set the reward of one call, by its index."""
         self._calls[call].reward = reward
 
     def messages(self) -> list[Message]:

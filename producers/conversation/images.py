@@ -42,6 +42,7 @@ class ImageLimits:
 
     @classmethod
     def of(cls, config: TidemillConfig) -> Self:
+        """Return the limits that a configuration sets."""
         agents = config.generator.agents
         return cls(agents.max_images, agents.max_image_bytes, config.broker.max_message_bytes)
 

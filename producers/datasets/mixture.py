@@ -85,6 +85,7 @@ class Mixture:
         return PromptRef(part, level, epoch, index, self._first[part] + counted)
 
     def dataset(self, prompt: PromptRef) -> Dataset:
+        """Return the dataset of a prompt."""
         return self.parts[prompt.part].levels[prompt.level]
 
 

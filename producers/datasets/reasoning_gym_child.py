@@ -43,6 +43,7 @@ def digest(entry: dict[str, Any]) -> str:
 
 
 def main() -> None:
+    """Serve the entries of a dataset: JSON lines in on stdin, answers out on the same socket."""
     requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(0), "wb", buffering=0)
 
     def reply(message: dict[str, Any]) -> None:

@@ -166,6 +166,7 @@ class FragmentCollector:
             self._begin(share)
 
     def close(self) -> None:
+        """End the processes of the environments."""
         for share in self._shares:
             share.process.close()
 

@@ -53,6 +53,7 @@ class RequestGate:
 
     @asynccontextmanager
     async def held_closed(self) -> AsyncIterator[None]:
+        """Let no request start while the context is open."""
         self.holders += 1
         try:
             yield

@@ -93,6 +93,7 @@ class Episode:
         return messages
 
     def count(self, name: str, amount: float = 1.0) -> None:
+        """Add to one of the episode's metrics."""
         self.metrics[name] = self.metrics.get(name, 0.0) + amount
 
     async def ask(
@@ -163,6 +164,7 @@ class Episode:
             stopping.cancel()
 
     def finish(self, finish: FinishReason, reward: float | None = None) -> SampledCompletion | FailedSample:
+        """Return the episode as a sample; a failed one if it reached a limit of which samples are excluded."""
         settings = self._parts.settings
         if finish == "calls" and settings.late == "exclude":
             return FailedSample(self.index, f"its episode reached its limit of {self._max_calls} model calls", "late")

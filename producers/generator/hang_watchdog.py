@@ -58,6 +58,7 @@ class LoopPulse:
         return self._answers
 
     def silent_s(self) -> float:
+        """Return the seconds since the event loop last answered."""
         return time.monotonic() - self._answered
 
     def _answer(self) -> None:

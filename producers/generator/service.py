@@ -209,6 +209,7 @@ class Generator:
 
 
 def engine_settings(config: TidemillConfig, name: str) -> EngineSettings:
+    """Return the engine's settings for the generator ``name``: each replica has a seed of its own."""
     # generator-2 adds 2 to the seed, so that replicas sample differently; those of a pool have a seed of their own.
     number = name.rpartition("-")[2]
     seed = config.run.seed + crc32(config.pool.encode()) % 1_000_000

@@ -39,6 +39,7 @@ class MeanSampleSize:
         self._seen = 1
 
     def add(self, tokens: int) -> None:
+        """Add the tokens of a sample."""
         self._seen = min(self._seen + 1, MEMORY)
         self.tokens += (tokens - self.tokens) / self._seen
 
@@ -116,6 +117,7 @@ class TaskLoop:
         return self._context.orders.capacity(generator.agents.episodes if self._is_agent else generator.max_samples)
 
     def metrics(self) -> dict[str, float]:
+        """Return rates and counts, for the heartbeat."""
         return {
             "tokens_per_s": self._rate.rate(self.tokens),
             "samples_in_flight": float(self.in_flight),

@@ -33,6 +33,7 @@ class TrustedWeights:
         self.version, self._checked, self._restoring = version, True, False
 
     def refused(self, version: int) -> None:
+        """Note that the engine refused a version."""
         self.refused_versions.add(version)
 
     def restoring(self) -> None:

@@ -31,6 +31,7 @@ def end_a_copy() -> None:
 
 
 def describe(error: BaseException) -> str:
+    """Return an exception's type and text in one line, also if its text can't be made."""
     try:
         text = " ".join(str(error).split())
     except BaseException:  # noqa: BLE001 - user code: even the text of an exception may raise

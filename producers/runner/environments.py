@@ -98,6 +98,7 @@ def png_file(image: Any) -> bytes:
 
 
 def make_data_url(png: bytes) -> str:
+    """Return a PNG as a ``data:`` URL."""
     return f"data:image/png;base64,{base64.b64encode(png).decode()}"
 
 

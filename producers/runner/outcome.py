@@ -55,6 +55,7 @@ def numbers(value: Any, what: str) -> dict[str, float]:
 
 
 def json_text(value: Any, what: str) -> str:
+    """Return a value as JSON. UserCodeError if it can't be."""
     try:
         return json.dumps(value, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
@@ -77,6 +78,7 @@ class PendingNotes:
         return kept
 
     def settle(self, order: dict[str, Any]) -> None:
+        """End the wait for a note, with the error that the reply names, if any."""
         kept = self._waiting.pop(order["note"])
         if order["error"]:
             kept.set_exception(UserCodeError(order["error"]))

@@ -100,6 +100,7 @@ class SampledCompletion:
 
 
 def size_metrics(sample: SampledCompletion) -> dict[str, float]:
+    """Return the turns, rows, tokens and trained tokens of a sample, by name."""
     return {
         "turns": float(sum(turn.role == "assistant" for turn in sample.turns)),
         "rows": float(max(1, len(sample.segments))),

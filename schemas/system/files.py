@@ -144,6 +144,7 @@ class LineFile:
         self._cut = False
 
     def close(self) -> None:
+        """Close the file, if one is open."""
         if self._handle is not None:
             os.close(self._handle)
             self._handle = None

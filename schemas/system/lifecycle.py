@@ -59,6 +59,7 @@ class StopFlag:
         self.set()
 
     def set(self) -> None:
+        """Set it, and wake what waits for it."""
         self._event.set()
         for wake in list(self._wakes):
             wake()

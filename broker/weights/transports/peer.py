@@ -67,11 +67,13 @@ class PeerReader:
         self._closed = False
 
     def holds(self, payloads: Sequence[Payload]) -> bool:
+        """Return whether other peers hold all of these payloads."""
         _, peers = self._registry.find()
         there = {name for peer in peers for name in peer.names if self._node is None or peer.id != self._node.id}
         return {payload_name(payload.uri) for payload in payloads} <= there
 
     def fetch(self, payload: Payload, folder: Path) -> Path:
+        """Download a payload from peers into ``folder`` and return its file."""
         name = payload_name(payload.uri)
         reader, streams = (self._node.id, self._node.streams) if self._node is not None else ("reader", 1)
         try:

@@ -58,9 +58,11 @@ class BatchFiles:
             raise ConfigError(f"the batch of step {step} in {file} is damaged: {error}") from error
 
     def steps(self) -> set[int]:
+        """Return the steps that have a file."""
         return set(self._newest())
 
     def remove_before(self, step: int) -> None:
+        """Delete the files of all steps before this one."""
         for number, _, file in self._all():
             if number < step:
                 file.unlink(missing_ok=True)

@@ -23,6 +23,7 @@ class Comparison:
 
     @property
     def equal(self) -> bool:
+        """Whether nothing differs."""
         return not self.differs
 
 

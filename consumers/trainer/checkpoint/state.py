@@ -70,6 +70,7 @@ def model_tensors(policy: Policy) -> dict[str, Any]:
 
 
 def put_model_tensors(policy: Policy, tensors: dict[str, Any]) -> None:
+    """Set the policy's parameters from tensors by their names, each rank its own parts."""
     set_model_state_dict(policy, tensors, options=_options(policy))
 
 

@@ -102,6 +102,7 @@ class MicroBatch:
         )
 
     def to(self, device: torch.device) -> MicroBatch:
+        """Return a copy whose tensors are on ``device``."""
         return replace(self, **{name: value.to(device) for name, value in vars(self).items() if hasattr(value, "to")})
 
 

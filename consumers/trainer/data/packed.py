@@ -192,6 +192,7 @@ class TokenLayout:
     gathered: Tensor | None = None
 
     def to(self, device: torch.device) -> Self:
+        """Return a copy whose tensors are on ``device``."""
         return _to(self, device)
 
     def arguments(self, inputs: Tensor) -> dict[str, Any]:

@@ -40,10 +40,12 @@ class ImageBatch:
 
     @property
     def tensors(self) -> list[Tensor]:
+        """All tensors, those of ``layout`` too."""
         found = [*vars(self).values(), *(self.layout or {}).values()]
         return [value for value in found if isinstance(value, Tensor)]
 
     def to(self, device: torch.device) -> ImageBatch:
+        """Return a copy whose tensors are on ``device``."""
         patches, marks, positions = (value.to(device) for value in (self.patches, self.marks, self.positions))
         layout = self.layout and {
             name: value.to(device) if isinstance(value, Tensor) else value for name, value in self.layout.items()

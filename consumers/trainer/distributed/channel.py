@@ -19,11 +19,13 @@ class Channel:
         self.group = dist.new_group(backend="gloo", timeout=FOREVER)
 
     def send(self, rank: int, data: bytes) -> None:
+        """Send bytes to a rank, which must call ``receive``."""
         dist.send(torch.tensor([len(data)]), rank, group=self.group)
         if data:
             dist.send(torch.frombuffer(bytearray(data), dtype=torch.uint8), rank, group=self.group)
 
     def receive(self, rank: int) -> bytes:
+        """Wait for the next message of a rank and return it."""
         size = torch.zeros(1, dtype=torch.int64)
         dist.recv(size, rank, group=self.group)
         data = torch.empty(int(size), dtype=torch.uint8)

@@ -267,9 +267,11 @@ class Ranks:
         return self._all_reduce(values, dist.ReduceOp.SUM)
 
     def all_reduce_max(self, values: Sequence[float]) -> list[float]:
+        """Return the largest of all ranks' values, one by one. All ranks call it with as many."""
         return self._all_reduce(values, dist.ReduceOp.MAX)
 
     def any(self, this: bool) -> bool:
+        """Return whether ``this`` is true on any rank. All ranks call it."""
         return bool(self.all_reduce_max([float(this)])[0])
 
     def _all_reduce(

@@ -83,6 +83,7 @@ class Actor(nn.Module):
 
     @property
     def device(self) -> torch.device:
+        """The device of its parameters."""
         return next(self.parameters()).device
 
     def forward(self, observations: Tensor, actions: Tensor) -> tuple[Tensor, Tensor]:

@@ -48,6 +48,7 @@ class ReplayBuffer:
 
     @property
     def filled(self) -> int:
+        """Number of transitions that it holds."""
         return min(self.count, self._size)
 
     def add(self, samples: Sequence[Trajectory]) -> int:

@@ -94,9 +94,11 @@ class Transitions:
         return len(self.returns)
 
     def take(self, chosen: Tensor) -> Transitions:
+        """Return those at the indices ``chosen``, int64 [n]."""
         return Transitions(*(getattr(self, name)[chosen] for name in self.__dataclass_fields__))
 
     def to(self, device: torch.device) -> Transitions:
+        """Return a copy whose tensors are on ``device``."""
         return Transitions(*(getattr(self, name).to(device) for name in self.__dataclass_fields__))
 
     @classmethod

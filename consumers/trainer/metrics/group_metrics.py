@@ -45,10 +45,12 @@ class GroupMeter:
         self._excluded += excluded
 
     def drop(self, reason: str) -> None:
+        """Count a dropped group."""
         self._dropped[reason] += 1
         self.in_vain += reason in FILTERS
 
     def keep(self) -> None:
+        """Count a kept group: it ends a series of filtered ones."""
         self.in_vain = 0
 
     def describe(self) -> str:

@@ -123,9 +123,11 @@ class StepMeter:
 
     @property
     def loss(self) -> float:
+        """Sum of the loss over the step."""
         return self.sums["loss"]
 
     def reduce(self, ranks: Ranks) -> None:
+        """Combine the figures of all ranks; all of them call it."""
         add, most = ranks.all_reduce_sum, ranks.all_reduce_max
         names = sorted(self.sums)
         self.sums = dict(zip(names, add([self.sums[name] for name in names]), strict=True))

@@ -360,6 +360,7 @@ def mark_file(path: Path) -> tuple[str, OSError | None]:
 
 
 def shows(path: Path, mark: str) -> bool:
+    """Return whether this process sees the file that rank 0 marked."""
     try:
         return bool(mark) and path.read_text(encoding="ascii") == mark
     except (OSError, ValueError):

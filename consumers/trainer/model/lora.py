@@ -178,6 +178,7 @@ def adapter_off(policy: Policy) -> Iterator[None]:
 
 
 def describe(adapter: Adapter | None) -> dict[str, Any] | None:
+    """Return an adapter's settings as plain data for JSON; None if there is no adapter."""
     return None if adapter is None else {name: getattr(adapter, name) for name in adapter.__struct_fields__}
 
 

@@ -118,6 +118,7 @@ def use_packing(model: PreTrainedModel) -> None:
 
 
 def is_packed(model: PreTrainedModel) -> bool:
+    """Return whether the model attends within packed rows, not over padding."""
     return bool(model.config.get_text_config()._attn_implementation == ATTENTION)
 
 

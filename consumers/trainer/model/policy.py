@@ -98,6 +98,7 @@ class Policy(ParallelModule):
 
     @property
     def device(self) -> torch.device:
+        """The device of its parameters."""
         return next(self.parameters()).device
 
     @property

@@ -105,6 +105,7 @@ class SampleLog:
             file.unlink(missing_ok=True)
 
     def close(self) -> None:
+        """Close the file, if one was opened."""
         if self._file is not None:
             self._file.close()
 

@@ -69,6 +69,7 @@ class TrackerThread:
             return self._done.wait_for(lambda: not self._left or self.error is not None, within_s)
 
     def end(self) -> None:
+        """Let the thread end after the call that it is making."""
         self._late = self._late or "ended"
         try:
             self._calls.put_nowait(None)

@@ -43,12 +43,15 @@ class Sums:
 
     @property
     def loss(self) -> float:
+        """Sum of the loss."""
         return self.values[0]
 
     def add(self, *values: float) -> None:
+        """Add a micro-batch's values, one to each sum."""
         self.values = [total + value for total, value in zip(self.values, values, strict=True)]
 
     def reduce(self, ranks: Ranks) -> None:
+        """Add up the sums of all ranks; all of them call it."""
         self.values = ranks.all_reduce_sum(self.values)
 
 
@@ -121,6 +124,7 @@ class LossScale:
         self._before = self.value
 
     def undo(self, parameters: list[nn.Parameter]) -> None:
+        """Divide the gradients by the scale, in place."""
         torch._foreach_mul_([p.grad for p in parameters if p.grad is not None], 1.0 / self.value)
 
     def retry(self, norm: float, loss: float) -> bool:
@@ -142,9 +146,11 @@ class LossScale:
         return False
 
     def state(self) -> list[Any]:
+        """Return what a checkpoint keeps of it."""
         return [self.value, self.steps]
 
     def restore(self, state: list[Any]) -> None:
+        """Continue from what ``state`` returned."""
         self.value, self.steps = float(state[0]), int(state[1])
         self._before = self.value
 

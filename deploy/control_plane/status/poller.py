@@ -77,6 +77,7 @@ class StatusPoller:
         ]
 
     def start(self) -> None:
+        """Start the threads that ask the broker."""
         for thread in self._threads:
             thread.start()
         if self.deployments is not None:

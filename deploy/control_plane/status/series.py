@@ -54,6 +54,7 @@ class MetricsSeries:
 
     @property
     def names(self) -> list[str]:
+        """Names of all metrics, sorted."""
         return sorted(self._columns)
 
     def last(self, name: str, count: int = 1) -> list[float]:

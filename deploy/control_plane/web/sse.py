@@ -106,6 +106,7 @@ class Hub:
         return page
 
     def leave(self, page: EventStream) -> None:
+        """Send no more events to a page."""
         self._pages.discard(page)
 
     async def stream(self, page: EventStream, missed: Sequence[StoredEvent]) -> AsyncIterator[bytes]:

@@ -29,6 +29,8 @@ UNREADABLE = "_unreadable"
 
 
 class MessagesBody(msgspec.Struct):
+    """Body of a request to ``/v1/messages``, as Anthropic's clients send it."""
+
     messages: list[JSON]
     model: str | None = "policy"
     system: str | list[JSON] | None = None
@@ -67,6 +69,7 @@ class MessagesBody(msgspec.Struct):
 
 
 def read_messages(data: JSON, asker: Asker) -> ModelRequest:
+    """Read such a request. SessionError 400 if it is not valid."""
     body = convert(data, MessagesBody)
     if not body.messages:
         raise bad_request("messages must not be empty")

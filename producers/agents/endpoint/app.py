@@ -71,6 +71,7 @@ class Endpoint:
         self._generations: weakref.WeakKeyDictionary[OpenSession, Generations] = weakref.WeakKeyDictionary()
 
     def app(self) -> Starlette:
+        """Return the ASGI application with the routes of all protocols."""
         routes = []
         for prefix in PREFIXES:
             for path, protocol in PROTOCOLS.items():

@@ -52,6 +52,8 @@ class OpenAiBody(msgspec.Struct, kw_only=True):
 
 
 class ChatBody(OpenAiBody, kw_only=True):
+    """Body of a request to ``/v1/chat/completions``, as OpenAI's clients send it."""
+
     messages: list[JSON]
     tools: list[JSON] | None = None
     max_completion_tokens: int | None = None
@@ -105,6 +107,7 @@ class ChatBody(OpenAiBody, kw_only=True):
 
 
 def read_chat(data: JSON, asker: Asker) -> ModelRequest:
+    """Read such a request. SessionError 400 if it is not valid."""
     body = convert(data, ChatBody)
     if data.get("functions"):
         raise bad_request("functions is not supported, tools are")
@@ -123,6 +126,7 @@ def read_chat(data: JSON, asker: Asker) -> ModelRequest:
 
 
 def check_n(n: int | None) -> int:
+    """Return the number of answers, 1 if not given. SessionError 400 unless it is in [1, 128]."""
     if n is not None and not 1 <= n <= 128:
         raise bad_request(f"n {n}: must be in [1, 128]")
     return n or 1

@@ -10,6 +10,8 @@ from producers.agents.protocol import CallRequest, SampledAnswer
 
 
 class CompletionBody(OpenAiBody, kw_only=True):
+    """Body of a request to ``/v1/completions``: the prompt is text or token ids."""
+
     prompt: Any
     logprobs: int | None = None
 
@@ -37,6 +39,7 @@ class CompletionBody(OpenAiBody, kw_only=True):
 
 
 def read_completion(data: JSON, asker: Asker) -> ModelRequest:
+    """Read such a request. SessionError 400 if it is not valid."""
     body = convert(data, CompletionBody)
     for name in ("echo", "suffix"):
         if data.get(name):

@@ -55,5 +55,6 @@ async def reward(body: bytes, asker: Asker) -> JSON:
 
 
 async def end(body: bytes, asker: Asker) -> JSON:
+    """End the episode."""
     asker.session.finish()
     return {}

@@ -10,6 +10,7 @@ _ANTHROPIC_TYPES = _OPENAI_TYPES | {413: "request_too_large", 503: "overloaded_e
 
 
 def bad_request(message: str, code: str = "invalid_request") -> SessionError:
+    """Return an error with status 400."""
     return SessionError(400, code, message)
 
 
@@ -23,6 +24,7 @@ def as_session_error(error: SessionError | TidemillError) -> SessionError:
 
 
 def openai_error(error: SessionError) -> dict[str, Any]:
+    """Return the error's body in OpenAI's form."""
     kind = _OPENAI_TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "server_error")
     return {"error": {"message": error.message, "type": kind, "param": None, "code": error.code}}
 

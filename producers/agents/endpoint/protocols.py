@@ -132,6 +132,7 @@ def _ignored_settings(data: JSON, output_format: str | None, settings: AgentsCon
 
 
 def stop_strings(stop: str | list[str] | None) -> list[str]:
+    """Return the stop strings of a request as a list, without empty ones."""
     return [text for text in ([stop] if isinstance(stop, str) else stop or []) if text]
 
 

@@ -35,6 +35,8 @@ UNSUPPORTED = ("background", "conversation", "prompt")
 
 
 class ResponseBody(msgspec.Struct):
+    """Body of a request to ``/v1/responses``, as OpenAI's clients send it."""
+
     input: str | list[JSON]
     model: str | None = "policy"
     instructions: str | None = None
@@ -45,6 +47,7 @@ class ResponseBody(msgspec.Struct):
 
 
 def read_response(data: JSON, asker: Asker) -> ModelRequest:
+    """Read such a request; it may continue an earlier response. SessionError 400 if it is not valid."""
     body = convert(data, ResponseBody)
     for name in UNSUPPORTED:
         if data.get(name):

@@ -73,6 +73,7 @@ class Generations:
             generation.unwanted = loop.call_later(self._patience_s, self._forget, generation)
 
     def close(self) -> None:
+        """Cancel all generations."""
         for generation in self._known:
             if generation.unwanted is not None:
                 generation.unwanted.cancel()

@@ -64,6 +64,7 @@ class EndpointServer:
         return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
     async def close(self) -> None:
+        """Stop serving; open connections are cut."""
         if self._server is None or self._serving is None:
             return
         self._endpoint.close()

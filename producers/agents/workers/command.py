@@ -62,6 +62,7 @@ class CommandRunner:
                 log.warning("an episode's folder can't be removed", folder=str(folder), error=left)
 
     async def close(self) -> None:
+        """Stop the running commands, and close the jail."""
         self._closing.set()
         if self._jail is not None:
             await self._jail.close()

@@ -60,6 +60,7 @@ class AgentJail:
             self._socket.chmod(0o666)
 
     async def close(self) -> None:
+        """Stop the relay, and delete the folder."""
         if self._server is not None:
             self._server.close()
         self._folder.cleanup()

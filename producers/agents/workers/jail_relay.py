@@ -16,6 +16,7 @@ _PART = 1 << 16
 
 
 async def main() -> int:
+    """Relay a TCP port of this network namespace to a Unix socket while a command runs; returns its exit code."""
     path, port, folder, *command = sys.argv[1:]
     server = await asyncio.start_server(relay(lambda: asyncio.open_unix_connection(path)), "127.0.0.1", int(port))
     async with server:

@@ -133,10 +133,12 @@ class AgentProcess:
 
     @property
     def load(self) -> int:
+        """Number of running episodes."""
         return len(self._episodes)
 
     @property
     def usable(self) -> bool:
+        """Whether it takes new episodes."""
         return self._killing is None and not self._worn
 
     async def play(self, job: AgentJob, notes: Notes) -> AgentResult:

@@ -319,6 +319,7 @@ def build_engine(settings: EngineSettings) -> HttpEngine | OpenAiEngine:
 
 
 def make_dialect(name: str) -> Dialect:
+    """Return what speaks the HTTP API of the server ``name``, vllm or sglang."""
     if name == "vllm":
         from producers.engines.http.vllm import VllmDialect
 

@@ -99,6 +99,8 @@ class McpSource(ToolSource):
 
 
 class McpTool:
+    """A tool of an MCP server."""
+
     def __init__(self, connection: _Connection, name: str) -> None:
         self._connection, self._name = connection, name
 

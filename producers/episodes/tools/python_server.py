@@ -24,6 +24,7 @@ class TooLong(BaseException):
 
 
 def main() -> None:
+    """Run the code that is sent, in one scope that lasts; answer with what it printed."""
     timeout_s, longest = float(sys.argv[1]), int(sys.argv[2])
     requests, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)

@@ -214,6 +214,7 @@ def _messages(prompt: Any) -> list[dict[str, str]]:
 
 
 def main() -> None:
+    """Serve one environment of verifiers to the generator: JSON lines in and out over stdin's socket."""
     sys.path[:] = [place for place in sys.path if Path(place or ".").resolve() != Path(__file__).resolve().parent]
     requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(0), "wb", buffering=0)
 
