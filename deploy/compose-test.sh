@@ -99,9 +99,9 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-from schemas.run_folder import read_lines, surviving_lines
+from schemas.run_folder import TRAINED, StoredLines, surviving_lines
 
-lines = surviving_lines(read_lines(Path("runs") / sys.argv[1] / "trained.jsonl"))
+lines = list(surviving_lines(StoredLines(Path("runs") / sys.argv[1] / TRAINED)))
 uses = Counter(tuple(sample) for line in lines for sample in line["samples"])
 steps = [line["step"] for line in lines]
 missing = len(set(range(max(steps) + 1)) - set(steps))

@@ -2,11 +2,15 @@
 
 import ast
 import importlib
+import json
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+
+from schemas.run_folder import TRAINED
 
 SCRIPTS = sorted((Path(__file__).parents[4] / "deploy").glob("*-test.sh"))
 DRILLS = Path(__file__).parents[4] / "deploy" / "drills.sh"
@@ -32,6 +36,27 @@ def test_what_it_imports_is_there(script: Path) -> None:
         if isinstance(node, ast.ImportFrom):
             module = importlib.import_module(node.module or "")
             assert not [alias.name for alias in node.names if not hasattr(module, alias.name)], node.module
+
+
+def test_compose_counts_what_was_trained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Step 1 was trained again by a second trainer; sample [7, 0] is in two surviving steps."""
+    lines = [
+        {"step": 0, "leader_term": "1-a", "samples": [[7, 0], [7, 1]]},
+        {"step": 1, "leader_term": "1-a", "samples": [[8, 0]]},
+        {"resumed": 1, "leader_term": "2-b"},
+        {"step": 1, "leader_term": "2-b", "samples": [[8, 0]]},
+        {"step": 3, "leader_term": "2-b", "samples": [[9, 0], [7, 0]]},
+    ]
+    folder = tmp_path / "runs" / "arithmetic"
+    folder.mkdir(parents=True)
+    (folder / TRAINED).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["-", "arithmetic"])
+    (program,) = PROGRAM.findall(SCRIPTS[0].read_text())
+    exec(compile(program, SCRIPTS[0].name, "exec"), {})
+    assert capsys.readouterr().out == "3 steps, 1 missing; 4 samples, 1 trained twice\n"
 
 
 def drill(tmp_path: Path, command: str, *answers: str) -> subprocess.CompletedProcess[str]:
