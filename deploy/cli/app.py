@@ -3,10 +3,11 @@
 import errno
 import os
 import sys
+from collections.abc import Iterable
 from importlib.metadata import entry_points, version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -34,6 +35,9 @@ from schemas.errors import (
     TidemillError,
     first_error,
 )
+
+if TYPE_CHECKING:
+    from deploy.checks.finding import Finding
 
 SERVICE_COMMANDS = (["feeder"], ["generator"], ["reward"], ["trainer"], ["control"])
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
@@ -103,7 +107,9 @@ def doctor(
         from deploy.launchers.gpus import find_gpus
 
         loaded = load(config, overrides)
-        findings = check_gpu(config, overrides or [], loaded, len(find_gpus()) or loaded.trainer.processes)
+        findings: Iterable[Finding] = check_gpu(
+            config, overrides or [], loaded, len(find_gpus()) or loaded.trainer.processes
+        )
     elif ranks:
         if config is None:
             raise ConfigError("--ranks needs a configuration, for trainer.processes and run.folder")
@@ -116,8 +122,8 @@ def doctor(
         findings = compared
     else:
         findings = diagnose(config, overrides or [], step_s)
-    print_findings(findings, as_json)
-    raise typer.Exit(CONFIG_EXIT if any(finding.level == "fail" for finding in findings) else OK_EXIT)
+    failed = any(finding.level == "fail" for finding in print_findings(findings, as_json))
+    raise typer.Exit(CONFIG_EXIT if failed else OK_EXIT)
 
 
 def main() -> None:

@@ -6,7 +6,7 @@ import platform
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
@@ -38,31 +38,36 @@ VLLM = "make setup VLLM=cpu or VLLM=cuda, on Linux" if MAKE else "on Linux: pip 
 REINSTALL = "make clean, then make setup" if MAKE else "install it into a new environment"
 PROBE_DEADLINE_S = 120.0
 """Importing torch or vLLM for the first time can take long on a slow disk."""
+NAME_WIDTH = 19
+"""Columns for the name of a finding."""
 
 
-def diagnose(file: Path | None, overrides: Sequence[str], step_s: float | None = None) -> list[Finding]:
-    """Run all checks, among them those of ``tidemill up``. step_s: seconds of a training step, if known."""
+def diagnose(file: Path | None, overrides: Sequence[str], step_s: float | None = None) -> Iterator[Finding]:
+    """Run all checks, among them those of ``tidemill up``, and yield the findings as they come.
+
+    step_s: seconds of a training step, if known.
+    """
     with ThreadPoolExecutor() as pool:
         libraries = pool.submit(check_libraries)
-        about_run = _check_run(file, overrides, step_s)
-        return [check_python(), *libraries.result(), check_memory(), check_sandbox(), *about_run]
+        yield from (check_python(), check_memory(), check_sandbox())
+        yield from _check_run(file, overrides, step_s)
+        yield from libraries.result()
 
 
-def _check_run(file: Path | None, overrides: Sequence[str], step_s: float | None) -> list[Finding]:
-    findings, config = [], None
+def _check_run(file: Path | None, overrides: Sequence[str], step_s: float | None) -> Iterator[Finding]:
+    config = None
     if file is not None:
         try:
             config = load_config(file, overrides)
-            findings.append(Finding("configuration", "ok", f"{file}, run {config.run.name}, {config.slots} slots"))
+            yield Finding("configuration", "ok", f"{file}, run {config.run.name}, {config.slots} slots")
         except ConfigError as error:
-            advice = "correct it; docs/configuration.md lists all keys"
-            findings.append(Finding("configuration", "fail", str(error), advice))
-    findings.append(check_broker(config.broker.url if config else None))
-    findings += check_disks(config.folder if config else Path.cwd())
+            yield Finding("configuration", "fail", str(error), "correct it; docs/configuration.md lists all keys")
+    yield check_broker(config.broker.url if config else None)
+    yield from check_disks(config.folder if config else Path.cwd())
     if config is not None:
-        findings += [*check_launcher(config), *check_inference_server(config)]
-        findings += inspect(config, thorough=True, step_s=step_s)
-    return findings
+        yield from check_launcher(config)
+        yield from check_inference_server(config)
+        yield from inspect(config, thorough=True, step_s=step_s)
 
 
 def check_launcher(config: TidemillConfig) -> list[Finding]:
@@ -169,20 +174,23 @@ def check_disks(folder: Path) -> list[Finding]:
     return findings
 
 
-def print_findings(findings: Sequence[Finding], as_json: bool = False) -> None:
-    """Print a table with advice, or a JSON list."""
+def print_findings(findings: Iterable[Finding], as_json: bool = False) -> list[Finding]:
+    """Print each finding with its advice as it comes, or all as a JSON list at the end; return them."""
     if as_json:
-        print(json.dumps([asdict(finding) for finding in findings]))
-        return
-    styles = {"ok": "green", "warn": "yellow", "fail": "bold red"}
-    columns = (Column(no_wrap=True), Column(no_wrap=True), Column(overflow="fold"))
-    table = Table(*columns, box=None, show_header=False, padding=(0, 2, 0, 0))
+        known = list(findings)
+        print(json.dumps([asdict(finding) for finding in known]))
+        return known
+    styles, console, known = {"ok": "green", "warn": "yellow", "fail": "bold red"}, Console(), []
     for finding in findings:
+        columns = (Column(no_wrap=True), Column(no_wrap=True, min_width=NAME_WIDTH), Column(overflow="fold"))
+        table = Table(*columns, box=None, show_header=False, padding=(0, 2, 0, 0))
         text = Text(finding.text)
         if finding.advice:
             text.append(f"\n{finding.advice}", "dim")
-        table.add_row(Text(finding.level, styles[finding.level]), finding.name, text)
-    Console().print(table)
+        table.add_row(Text(finding.level.ljust(4), styles[finding.level]), finding.name, text)
+        console.print(table)
+        known.append(finding)
+    return known
 
 
 def _check_space(name: str, folder: Path, wanted_gb: float, advice: str) -> Finding:

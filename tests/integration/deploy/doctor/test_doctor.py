@@ -14,7 +14,7 @@ import pytest
 from deploy.checks.finding import Finding
 from deploy.checks.preflight import check, check_packages
 from deploy.doctor import doctor
-from deploy.doctor.doctor import check_gpus
+from deploy.doctor.doctor import check_gpus, print_findings
 from deploy.doctor.inference_server import check_inference_server
 from deploy.launchers import card_memory
 from deploy.launchers.gpus import Gpu
@@ -275,3 +275,16 @@ def test_a_run_is_refused_before_it_starts_where_its_server_can_not_be() -> None
     ):
         with pytest.raises(ConfigError, match=said):
             check_packages(http_config(**http))
+
+
+def test_a_finding_is_printed_before_the_next_check_begins(capsys: pytest.CaptureFixture[str]) -> None:
+    printed: list[str] = []
+
+    def findings() -> Iterator[Finding]:
+        yield Finding("memory", "ok", "24 GB")
+        printed.append(capsys.readouterr().out)
+        yield Finding("model", "fail", "no such folder", "correct it")
+
+    assert [finding.name for finding in print_findings(findings())] == ["memory", "model"]
+    assert [line.split() for line in printed] == [["ok", "memory", "24", "GB"]]
+    assert "correct it" in capsys.readouterr().out
