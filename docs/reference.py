@@ -92,7 +92,7 @@ KEY_NOTES = {
     " known, who answered, and the addresses by which they meet",
     "roll_answers": "stream: wakes the trainer, which waits for answers to its call",
     "roll_changes": "stream: wakes those who wait for the end of a call, or for an address",
-    "refusals": "hash: generators that refused the newest version and have no other weights, and whether any uses it",
+    "rejections": "hash: generators that rejected the newest version and have no weights; whether any uses it",
     "events": "stream, 10,000 entries: the timeline",
     "metrics": "stream, 10,000 entries: one JSON object a step",
     "services": "hash: the last heartbeat of each service; one that was silent for long goes when another joins",

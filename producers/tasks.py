@@ -47,7 +47,7 @@ def task_seed(run_seed: int, task_id: int) -> int:
 
 
 def make_sampling(settings: SamplingConfig, seed: int | None = None) -> Sampling:
-    """Return the settings of a task's samples."""
+    """Return the sampling settings of a task."""
     return Sampling(
         temperature=settings.temperature,
         top_p=settings.top_p,

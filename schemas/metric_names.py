@@ -88,7 +88,7 @@ METRICS: dict[str, str] = {
     "train/logprob_gap_max": "The largest of these differences.",
     "train/logprob_gap_tokens": "Tokens that it was measured on.",
     "mismatch/{}/gap": "Mean difference of log-probabilities, trainer against this generator, over its tokens of the"
-    " step; of the 32 generators with the largest. A generator far from the others is drained, see trainer.mismatch.",
+    " step; of the 32 generators with the largest. One far from the others is quarantined, see trainer.mismatch.",
     "mismatch/{}/kl": "Mean divergence (k3) of the two on these tokens.",
     "mismatch/{}/tokens": "Number of these tokens.",
     "mismatch/{}/age_{}/gap": "The same over tokens of samples whose oldest token is so many versions older than the"

@@ -33,7 +33,7 @@ class Registry:
 
     @property
     def names(self) -> list[str]:
-        """Names of all entries, sorted."""
+        """Names of the built-in entries, sorted; those of installed packages are not among them."""
         return sorted(self._paths)
 
     def get(self, name: str, base: Path | None = None) -> Any:

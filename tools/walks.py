@@ -42,7 +42,7 @@ PAGE = ROOT / "docs" / "architecture.md"
 INNER = ("<listcomp>", "<genexpr>", "<dictcomp>", "<setcomp>")
 PACKAGES = ("schemas", "broker", "producers", "consumers", "deploy")
 ELSEWHERE = (
-    *("producers/engines/vllm/", "producers/engines/gated.py", "consumers/reward/", "deploy/"),
+    *("producers/engines/vllm/", "producers/engines/request_gate.py", "consumers/reward/", "deploy/"),
     *("producers/runner/", "broker/weights/transports/base.py"),
 )
 """Beginnings of files that the small system lacks, runs in processes of their own, or that only declare."""

@@ -27,7 +27,7 @@ from broker.client import Broker
 from broker.weights.transports import make_transport
 from producers.engines.base import EngineSettings
 from producers.engines.factory import make_engine
-from producers.engines.gated import SampleCall
+from producers.engines.request_gate import SampleCall
 from producers.generator.service import Generator
 from schemas.config import parse_config
 from schemas.errors import ConfigError, InfraError

@@ -29,7 +29,7 @@ class Keys:
         self.orders = self._key("orders")
         self.weights = self._key("weights")
         self.chunks = self._key("chunks")
-        self.refusals = self._key("refusals")
+        self.rejections = self._key("rejections")
         self.peers = self._key("peers")
         self.roll = self._key("roll")
         self.roll_answers = self._key("roll_answers")

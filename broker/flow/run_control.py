@@ -25,9 +25,9 @@ class ControlState:
     resume; checkpoint, stop: numbers of the last such order, 0 for none. by, since: who paused or resumed, and when
     (Unix seconds). replicas: wanted, by role; scaled: number of the last such order, by role. settings: those that
     users changed, by name, see SettingsChange in schemas/control_api/orders.py. evaluate: weight version to evaluate,
-    -1 for none. mismatch: process of each generator that is drained because of a mismatch, by name. asked: number of
-    questions to the policy so far. run_id, run_since: identity of the run (schemas/run_record.py), empty if unknown,
-    and when its first attempt began (Unix seconds).
+    -1 for none. mismatch: process of each quarantined generator, by name. asked: number of questions to the policy so
+    far. run_id, run_since: identity of the run (schemas/run_record.py), empty if unknown, and when its first attempt
+    began (Unix seconds).
     """
 
     pause: PauseMode = "none"
@@ -127,7 +127,7 @@ class RunControl(RunData):
         """Order an evaluation of a weight version once it exists; False if it was ordered already."""
         return self._give("evaluate", version, by)
 
-    def drain(self, generator: str, process: str, by: str) -> bool:
+    def quarantine(self, generator: str, process: str, by: str) -> bool:
         """Order a generator to take no more tasks as long as it is this process; False if that is ordered already."""
         return self._give(f"mismatch:{generator}", process, by)
 

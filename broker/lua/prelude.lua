@@ -96,7 +96,7 @@ end
 
 -- Only the newest trainer may write. Every script of the trainer starts with this; nil means that it may continue.
 -- If the term is missing, or older than the caller's, the broker lost its data.
-local function refused(leader_term)
+local function rejected(leader_term)
   local now = redis.call('GET', LEADER_TERM)
   if now == leader_term then return nil end
   if now and term_number(now) >= term_number(leader_term) then return 'fenced' end

@@ -12,7 +12,7 @@ class Metrics(RunData):
     """The metrics of steps, a JSON object each; the trainer's metrics.jsonl holds them all."""
 
     def append(self, line: dict[str, Any]) -> None:
-        """Append one line of metrics; the oldest lines beyond ``KEEP_LINES`` are dropped."""
+        """Append one line of metrics; about the newest ``KEEP_LINES`` are kept."""
         self._connection.run_script("append_telemetry", "metrics", "j", json.dumps(line), KEEP_LINES)
 
     def read_after(self, id: str, count: int) -> tuple[str, list[dict[str, Any]]]:

@@ -20,14 +20,14 @@ log = structlog.get_logger()
 MANIFEST_BYTES = 1 << 28
 """Most bytes of a manifest, which names every tensor and chunk."""
 REASON_LENGTH = 400
-"""Most characters of a reason to refuse a version."""
+"""Most characters of a reason to reject a version."""
 
 
 @dataclass(frozen=True)
-class Refusals:
+class VersionRejections:
     """The verdicts of generators on the newest version that has any, -1 before the first.
 
-    count: how often a generator without other weights refused it. generators: their names. last: the newest reason.
+    count: how often a generator without other weights rejected it. generators: their names. last: the newest reason.
     usable: whether any generator has used it.
     """
 
@@ -101,16 +101,16 @@ class WeightStore(RunData):
         return newest if newest is not None and newest.version > version else None
 
     def note_verdict(self, version: int, generator: str, reason: str = "") -> None:
-        """Record that a generator uses a version, or its ``reason`` to refuse it if that leaves it without weights.
+        """Record that a generator uses a version, or its ``reason`` to reject it if that leaves it without weights.
 
         Tried once: a lost verdict harms nothing, and a repeated one would count twice.
         """
         self._connection.run_script("note_verdict", version, generator, reason[:REASON_LENGTH], once=True)
 
-    def read_refusals(self) -> Refusals:
+    def read_rejections(self) -> VersionRejections:
         """Read the verdicts of generators on the newest version, since the run was last started."""
-        found = self._connection.run_command("looking for refusals", "hgetall", self._keys.refusals)
-        return Refusals(
+        found = self._connection.run_command("looking for rejections", "hgetall", self._keys.rejections)
+        return VersionRejections(
             version=int(found.get(b"version", -1)),
             count=int(found.get(b"count", 0)),
             generators=frozenset(

@@ -7,12 +7,12 @@ from dataclasses import replace
 from broker.flow.pipeline import PipelineSnapshot, ScoredSample, Slot
 from consumers.trainer.context import TrainerContext
 from consumers.trainer.data.groups import Batch, Group
+from consumers.trainer.generator_watches import find_quarantined
 from consumers.trainer.group_intake import GroupIntake, solve_rate
 from consumers.trainer.metrics.dataset_metrics import curriculum_figures
 from consumers.trainer.metrics.group_metrics import episode_metrics, term_metrics
 from consumers.trainer.metrics.throughput import CountRate
 from consumers.trainer.pause import PauseFollower
-from consumers.trainer.publishing import find_drained
 from schemas.errors import InfraError, RunFailed
 from schemas.messages import BatchRecord, GroupRef, Member
 from schemas.system.lifecycle import StopFlag
@@ -87,8 +87,8 @@ class BatchSource:
                 return False
             self.intake.discard_ended({slot.task_id for slot in pipeline.slots} | self._taken_ids())
             chosen = self.intake.choose(self._untaken_slots(pipeline), pipeline.batch - len(self._taken))
-            drained = find_drained(pipeline.control, self._context.broker.heartbeats)
-            self._taken += self.intake.take(chosen, pipeline.staleness, drained)
+            quarantined = find_quarantined(pipeline.control, self._context.broker.heartbeats)
+            self._taken += self.intake.take(chosen, pipeline.staleness, quarantined)
             if len(self._taken) >= pipeline.batch:
                 return True
             # Groups that are dropped as stale may be many.

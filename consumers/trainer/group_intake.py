@@ -98,9 +98,9 @@ class GroupIntake:
         return chosen
 
     def take(
-        self, task_ids: Sequence[int], staleness: int, drained: Collection[str] = ()
+        self, task_ids: Sequence[int], staleness: int, quarantined: Collection[str] = ()
     ) -> Iterator[tuple[Group, list[ScoredSample]]]:
-        """Load groups, and drop those that are too old, do not fit the model, or come from ``drained`` generators."""
+        """Load groups, and drop those that are too old, do not fit the model, or have samples of ``quarantined``."""
         version = self._context.progress.version
         taken = [self._buffer.take(task_id) for task_id in task_ids]
         scored = [[outcome for outcome in outcomes if outcome.trajectory_id] for outcomes in taken]
@@ -119,7 +119,7 @@ class GroupIntake:
                 log.warning("a sample of the group can't be trained", task_id=task_id, reason=why)
                 self._end_group(task_id, outcomes, "unreadable", "failed", failure=why)
                 continue
-            if any(body.generator in drained for body, _ in samples):
+            if any(body.generator in quarantined for body, _ in samples):
                 self._end_group(task_id, outcomes, "mismatch")
                 continue
             # A sample may have no token of its own, because its environment failed at once: it has no age.

@@ -23,7 +23,7 @@ from broker.flow.fencing import term_number
 from broker.flow.owner import Owner
 from broker.flow.progress import TakeoverRequest
 from consumers.trainer.context import TrainerContext
-from consumers.trainer.records.evaluations import EvaluationLog
+from consumers.trainer.records.evaluation_log import EvaluationLog
 from schemas.errors import BrokerDamaged, BrokerLost, ConfigError, FencedError
 from schemas.run_record import claim_folder, record_file
 from schemas.system.files import atomic_write, disk_errors, make_folder

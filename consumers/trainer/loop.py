@@ -18,11 +18,12 @@ from consumers.trainer.checkpointing import Checkpointing
 from consumers.trainer.context import TrainerContext
 from consumers.trainer.data.groups import Batch
 from consumers.trainer.distributed.device_turns import DeviceTurns
+from consumers.trainer.generator_watches import MismatchWatch, RejectedWeightsWatch
 from consumers.trainer.leadership import Leadership
 from consumers.trainer.model.hf_weights import copy_tokenizer
 from consumers.trainer.pause import PauseFollower
-from consumers.trainer.publishing import MismatchWatch, RefusalWatch, WeightPublisher
-from consumers.trainer.records.evaluations import best_versions, count_since_best
+from consumers.trainer.publishing import WeightPublisher
+from consumers.trainer.records.evaluation_log import best_versions, count_since_best
 from consumers.trainer.step.learner import Learner
 from consumers.trainer.step_log import StepLog
 from schemas.config import TidemillConfig
@@ -56,7 +57,7 @@ class Trainer:
         self.step_log = StepLog(context)
         self.leadership = Leadership(context, self.step_log.evaluations)
         self.publisher = WeightPublisher(context, self.leadership)
-        self.refusal_watch = RefusalWatch(context)
+        self.rejection_watch = RejectedWeightsWatch(context)
         self.mismatch_watch = MismatchWatch(context)
         self.checkpoints = Checkpointing(context)
         self.pause = PauseFollower(context, save=self.checkpoints.save_now)
@@ -75,7 +76,7 @@ class Trainer:
         self.pause.restore()
         try:
             while not self.run_term(stop):
-                # Work in progress has the old term; after the takeover the broker would refuse it.
+                # Work in progress has the old term; after the takeover the broker would reject it.
                 self.publisher.abandon()
                 self.checkpoints.abandon()
         finally:
@@ -112,7 +113,7 @@ class Trainer:
         """
         self.checkpoints.poll()
         self.publisher.publish()
-        self.refusal_watch.check()
+        self.rejection_watch.check()
         self.step_log.write_evaluations()
 
     def replay(self, journaled: list[BatchRecord], stop: StopFlag) -> None:

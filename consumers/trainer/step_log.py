@@ -17,8 +17,8 @@ from broker.evaluations.store import MendedSamples
 from consumers.trainer.context import TrainerContext
 from consumers.trainer.data.groups import Batch
 from consumers.trainer.metrics.throughput import compute_metrics, device_name, memory_metrics
+from consumers.trainer.records.evaluation_log import EvaluationLog
 from consumers.trainer.records.evaluation_samples import EvalSampleLog
-from consumers.trainer.records.evaluations import EvaluationLog
 from consumers.trainer.records.machine import write_environment
 from consumers.trainer.records.samples import SampleLog, Terms
 from consumers.trainer.records.trackers import Trackers
@@ -62,7 +62,7 @@ class StepLog:
         self.tokens_per_s = 0.0
 
     def write_resumed(self) -> None:
-        """Write that training resumes here: later lines replace those of steps from this one on."""
+        """Write at which step training resumes: earlier lines of that step and later ones no longer count."""
         resumed = {"resumed": self._progress.step, "leader_term": self._context.session.leader_term}
         self._append(self._trained, resumed)
 

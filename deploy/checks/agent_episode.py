@@ -72,7 +72,7 @@ class PlayedEpisode:
 
 
 def check_agent(config: TidemillConfig) -> Finding | str:
-    """Play one episode of the configured agent against a scripted policy, and report the result."""
+    """Play an episode of the configured agent twice, against a scripted policy, and return what was found."""
     played, warning = asyncio.run(play_episode(config)), partial(Finding, "agent episode", "warn")
     if isinstance(played.sample, FailedSample):
         advice = f"the policy answered {ANSWER!r} to every call: ignore this if the agent should then raise"

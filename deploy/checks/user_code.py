@@ -248,7 +248,7 @@ def check_generator(config: TidemillConfig) -> str:
 
 
 def check_own_trackers(config: TidemillConfig) -> str:
-    """Import the trackers that are named as ``module:name``; ConfigError if one can't be imported."""
+    """Import the user's own trackers, whose names have a colon. ConfigError if one can't be imported."""
     names = config.trainer.trackers
     for name in names:
         if ":" in name:

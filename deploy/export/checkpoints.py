@@ -15,10 +15,10 @@ from typing import Any
 from rich.console import Console
 from rich.progress import Progress
 
+from consumers.offline.replay import ReplayPlan, plan_replay, run_replay
 from consumers.trainer.checkpoint.compare import Comparison
 from consumers.trainer.checkpoint.convert import export_checkpoint, find_export
 from consumers.trainer.checkpoint.store import WantedStep
-from consumers.trainer.replay import ReplayPlan, plan_replay, run_replay
 from deploy.export.hub import CARD, push, write_card
 from deploy.export.rollouts import RolloutReplay, check_rollouts
 from deploy.logs import configure_logging

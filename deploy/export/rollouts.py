@@ -17,9 +17,9 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from consumers.offline.replay import ReplayPlan
 from consumers.trainer.checkpoint.batch_files import BatchFiles
 from consumers.trainer.rank_group import RankGroup
-from consumers.trainer.replay import ReplayPlan
 from producers.engines.factory import make_engine
 from producers.generator.service import engine_settings
 from producers.tasks import make_sampling, task_seed
@@ -136,7 +136,7 @@ class RolloutReplay(AbstractContextManager["RolloutReplay"]):
         return {"samples": self.samples, "tokens": self.tokens, "other": left, "differs": self.differs}
 
     def verdict(self) -> str:
-        """Return one line as shown to users: whether all tokens are equal, and where they first differ."""
+        """Return one line for users: whether tokens and log-probabilities are equal, else the first that differ."""
         what, left = f"{self.tokens} tokens of {self.samples} samples were generated again", self.as_json()["other"]
         rest = f"; {left} others are of weights that these steps do not pass through" if left else ""
         if not self.differs:

@@ -48,7 +48,7 @@ class Kubernetes(KubernetesOptions):
     """The launcher ``kubernetes``: it writes a folder whose ``apply.sh`` starts the run."""
 
     def launch(self, config: TidemillConfig, fresh: bool = False) -> int:
-        """Write the manifests and print their paths. ConfigError with ``fresh``."""
+        """Write the run's files and print their paths. ConfigError with ``fresh``."""
         if fresh:
             raise ConfigError("--fresh does not work with Kubernetes: for a new run, choose another run.name")
         for path in self.prepare(config):

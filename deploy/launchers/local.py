@@ -121,7 +121,7 @@ class Local(Processes):
     def start(
         self, argv: Sequence[str], name: str, role: str, log: Path | None, environment: Mapping[str, str], mark: str
     ) -> Process:
-        """Start a service's process on the GPUs of its plan."""
+        """Start a service's process on the GPUs that the plan gives it. ConfigError if this process sees too few."""
         gpus = self._gpus(role, name)
         if gpus:
             environment = {**environment, VISIBLE: ",".join(gpus)}

@@ -245,7 +245,7 @@ class Ray(RayOptions):
     """The launcher ``ray``."""
 
     def launch(self, config: TidemillConfig, fresh: bool = False) -> int:
-        """Run the system on a Ray cluster until it ends; returns the exit code. ConfigError if it does not fit."""
+        """Run on a Ray cluster until the run ends; returns the exit code. ConfigError, or InfraError without room."""
         if config.placement is not None and not config.placement.is_auto:
             return self._launch_whole(config, config.placement, fresh)
         check_places(config, "Ray", self.generators if self.max_generators is None else self.max_generators)
@@ -292,7 +292,7 @@ class Ray(RayOptions):
         return outcome.report()
 
     def plan(self, config: TidemillConfig, there: float, least: int, most: int) -> GpuPlan:
-        """Return the GPUs of trainer and generators, if ``there`` are this many; one GPU is shared."""
+        """Return the plan for a cluster of ``there`` GPUs; a single one is shared, unless options say otherwise."""
         given, needed = (self.trainer_gpus, self.generator_gpus), (config.trainer.processes, engine_width(config))
         if there == 1 and (given, needed) == (("auto", "auto"), (1, 1)):
             utilization = shared_utilization(config, most)

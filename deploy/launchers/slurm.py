@@ -43,7 +43,7 @@ class Slurm(SlurmOptions):
     """The launcher ``slurm``: it writes scripts, and a user runs the last of them."""
 
     def launch(self, config: TidemillConfig, fresh: bool = False) -> int:
-        """Write the batch scripts and print their paths."""
+        """Write the scripts and print their paths. ConfigError with ``fresh``."""
         for path in self.prepare(config, fresh):
             print(path)
         return OK_EXIT

@@ -135,7 +135,7 @@ class Conversion:
         return [one for name, value in node.items() for one in self.missing(value, f"{path}.{name}".lstrip("."))]
 
     def ask(self, text: str) -> None:
-        """Note something that users have to decide themselves."""
+        """Note something that is left for users to do or to decide."""
         self.to_do.append(text)
 
     def leave(self, reason: str, *keys: str) -> None:

@@ -41,7 +41,7 @@ class ConversionRule:
     when: str = ""
 
     def converted(self, value: Any) -> Any:
-        """Return our value for theirs; None if there is none."""
+        """Return our value for theirs, None without one; theirs as it is if a method of `Conversion` converts it."""
         if isinstance(self.convert, Mapping):
             by_text = {str(theirs): ours for theirs, ours in self.convert.items()}
             return by_text.get(str(value), self.convert.get("other"))

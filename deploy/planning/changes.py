@@ -45,7 +45,7 @@ def rehearse_apart(config: TidemillConfig, ranks: int, on_gpu: bool = True, limi
 
 
 def changes(config: TidemillConfig, ranks: int, shared: bool) -> list[PlanChange]:
-    """Return the single changes that may make a training fit which does not."""
+    """Return the changes of one setting each with which a training that does not fit may fit."""
     trainer, optimizer, half = config.trainer, config.trainer.optimizer, config.trainer.micro_batch_tokens // 2
     found: dict[str, dict[str, Any]] = {}
     if trainer.activation_checkpointing in (False, "auto"):

@@ -11,7 +11,7 @@ from rich.table import Column, Table
 
 from broker.client import Broker
 from broker.evaluations.results import EvalResult
-from consumers.trainer.records.evaluations import read_evaluations
+from consumers.trainer.records.evaluation_log import read_evaluations
 from deploy.export.plot import Evaluation, plot_run
 from deploy.run.summary import Final, write_summary
 from deploy.supervisor.supervisor import RunOutcome

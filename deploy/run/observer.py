@@ -77,7 +77,7 @@ class RunObserver:
 
     @contextmanager
     def polling(self, broker: Broker) -> Iterator[StatusPoller]:
-        """Poll the run's status while the context is open; its events are kept for the view."""
+        """Poll the run's status while the context is open; events of other services are kept for the view."""
         plan = PlannedRun.of(self._config)
         poller = StatusPoller(broker, plan, every_s=POLL_EVERY_S, measure_memory=False, keep_steps=REWARDS)
         # This process knows the events of its own supervisor already.

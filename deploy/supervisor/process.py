@@ -70,7 +70,7 @@ class Process:
         return self._process.program_pid
 
     def poll(self) -> Exit | None:
-        """Return how the process ended; None while it runs."""
+        """Return how the process ended; None while anything of it runs."""
         if self._exit is None and (code := self._process.poll()) is not None:
             told = self._process.exit_code
             # Without a last word the guardian itself was killed, and its child with it.

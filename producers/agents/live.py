@@ -32,7 +32,7 @@ class LiveWorkflow(AgentWorkflow):
         super().__init__(run="live")
 
     def make_runner(self, services: WorkflowServices) -> AgentRunner:
-        """Return what waits for users' conversations. ConfigError without a run's broker."""
+        """Return the runner that waits for the end of users' conversations. ConfigError without a run's broker."""
         if services.live is None:
             raise ConfigError("generator.workflow live: its conversations need a run's broker")
         return LiveUsers(services.live, services.config.generator.agents.live)

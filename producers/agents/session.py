@@ -135,7 +135,7 @@ class Session:
             await asyncio.wait_for(self._settled.wait(), seconds)
 
     async def complete(self, request: CallRequest) -> list[SampledAnswer]:
-        """Answer a request, after those of a resumed episode have been repeated."""
+        """Answer a request; stored requests of a resumed episode are repeated before it."""
         if self._requests is not None:
             await self.repeat_requests(before=request)
         return await self._complete(request)
@@ -214,7 +214,7 @@ class Session:
             self.conversation.set_reward(self._numbers[completion_id], value)
 
     def add_metrics(self, metrics: dict[str, float]) -> None:
-        """Add metrics to the episode; a name given again is replaced. SessionError 413 if there are too many."""
+        """Add metrics to the episode; a name given again is replaced. SessionError 413 if the names become too long."""
         self._refuse_users()
         all_metrics = self.metrics | metrics
         if sum(map(len, all_metrics)) > MOST_NAMES:
@@ -222,7 +222,7 @@ class Session:
         self.metrics = all_metrics
 
     async def count_tokens(self, request: CallRequest) -> int:
-        """Return the tokens of a request's prompt, or a lower bound that already exceeds the model's length."""
+        """Return the number of tokens of a prompt, or a lower bound that already exceeds the model's length."""
         self._check_open()
         least = self._least_tokens(request)
         if least > self._policy.max_length:
@@ -231,7 +231,7 @@ class Session:
             return len((await asyncio.to_thread(self._prompt, request)).ids)
 
     def finish(self) -> None:
-        """End the episode."""
+        """End the episode at the agent's request. SessionError 403 if a user asks."""
         self._refuse_users()
         self.finished.set()
 

@@ -157,7 +157,7 @@ class Conversation:
         return NextPrompt(ids, "raw", name, best.number, best.length, new, images=images)
 
     def key(self, prompt: NextPrompt) -> bytes:
-        """Return the key under which a repetition of this prompt finds its answer."""
+        """Return the key under which a resumed episode finds the recorded answer to this prompt."""
         return digest_key(prompt.digest, self._asked[prompt.digest])
 
     def add(self, prompt: NextPrompt, completion: Completion, answer: Message) -> int:

@@ -21,7 +21,7 @@ from producers.engines.base import (
     ProgressCallback,
     PromptImage,
 )
-from producers.engines.gated import RequestGate
+from producers.engines.request_gate import RequestGate
 from producers.engines.sampling import max_new_tokens
 from schemas.errors import ConfigError, DataError, InfraError
 from schemas.messages import FinishReason, Sampling, WeightSource

@@ -164,7 +164,7 @@ class Episode:
             stopping.cancel()
 
     def finish(self, finish: FinishReason, reward: float | None = None) -> SampledCompletion | FailedSample:
-        """Return the episode as a sample; a failed one if it reached a limit of which samples are excluded."""
+        """Return the episode as a sample; a failed one if it used up its calls and such samples are excluded."""
         settings = self._parts.settings
         if finish == "calls" and settings.late == "exclude":
             return FailedSample(self.index, f"its episode reached its limit of {self._max_calls} model calls", "late")

@@ -46,7 +46,7 @@ class GeneratorContext:
         self.placeholders = ImagePlaceholders.of(config)
 
     @property
-    def is_drained(self) -> bool:
+    def is_quarantined(self) -> bool:
         """Whether this process must take no more tasks, because the trainer found a mismatch."""
         return self.orders.control.mismatch.get(self.name) == self.process
 

@@ -30,7 +30,7 @@ class QuestionAnswering:
         self._questions = context.broker.questions
 
     async def run(self, stop: StopFlag) -> None:
-        """Answer the control plane's questions until ``stop`` is set."""
+        """Answer users' questions until ``stop`` is set."""
         seen = self._context.orders.control.asked
         while not stop:
             asked = await until_stopped(stop, self._context.orders.wait_question(seen))

@@ -35,7 +35,7 @@ from producers.tasks import make_sampling
 from producers.workflows.base import WorkflowServices, running
 from schemas.config import TidemillConfig
 from schemas.errors import OK_EXIT, ConfigError, InfraError, describe_error, first_error
-from schemas.messages.telemetry import ASLEEP, DRAINED
+from schemas.messages.telemetry import ASLEEP, QUARANTINED
 from schemas.model_folder import find_tokens
 from schemas.run_record import JoinedRun
 from schemas.system.lifecycle import SILENT_S, StopFlag, until_stopped
@@ -202,14 +202,14 @@ class Generator:
         }
         if self._turns is not None:
             metrics |= self._turns.clock.figures()
-        state = DRAINED if running and self._context.is_drained else self._state
+        state = QUARANTINED if running and self._context.is_quarantined else self._state
         if running and self._orders.is_asleep:
             state = ASLEEP
         return "paused" if frozen else state, self._updates.version, metrics
 
 
 def engine_settings(config: TidemillConfig, name: str) -> EngineSettings:
-    """Return the engine's settings for the generator ``name``: each replica has a seed of its own."""
+    """Return the engine's settings for a generator, whose name is part of the seed."""
     # generator-2 adds 2 to the seed, so that replicas sample differently; those of a pool have a seed of their own.
     number = name.rpartition("-")[2]
     seed = config.run.seed + crc32(config.pool.encode()) % 1_000_000

@@ -39,7 +39,7 @@ class MeanSampleSize:
         self._seen = 1
 
     def add(self, tokens: int) -> None:
-        """Add the tokens of a sample."""
+        """Take the tokens that a sample needed into the mean."""
         self._seen = min(self._seen + 1, MEMORY)
         self.tokens += (tokens - self.tokens) / self._seen
 
@@ -110,8 +110,8 @@ class TaskLoop:
 
     @property
     def limit(self) -> int:
-        """The most samples in flight at once, by order or by configuration; 0 while this generator is drained."""
-        if self._context.is_drained:
+        """The most samples in flight at once, by order or by configuration; 0 while this generator is quarantined."""
+        if self._context.is_quarantined:
             return 0
         generator = self._config.generator
         return self._context.orders.capacity(generator.agents.episodes if self._is_agent else generator.max_samples)

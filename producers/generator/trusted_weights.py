@@ -1,6 +1,6 @@
 """The state machine that decides which weight versions of one generator may be used, and which tokens may leave it.
 
-It has no I/O. A version is checked when its probe passed; no token of an unchecked or refused version is trusted.
+It has no I/O. A version is checked when its probe passed; no token of an unchecked or rejected version is trusted.
 """
 
 from collections.abc import Sequence
@@ -12,13 +12,13 @@ from schemas.messages import Span
 class TrustedWeights:
     """The weight versions of one engine, as its loads and probes go. version: the one in use, -1 before the first.
 
-    Each load is announced by ``loading``, then ended by ``passed`` or ``refused``; after a refusal the engine either
+    Each load is announced by ``loading``, then ended by ``passed`` or ``rejected``; after a rejection the engine either
     keeps the version in use, or ``restoring`` announces that it loads that version again, up to its ``passed``.
     """
 
     def __init__(self) -> None:
         self.version = -1
-        self.refused_versions: set[int] = set()
+        self.rejected_versions: set[int] = set()
         self._newest_loaded = -1
         self._checked = False
         self._restoring = False
@@ -32,9 +32,9 @@ class TrustedWeights:
         """Note that the engine has the weights of ``version``, and that they are the published ones."""
         self.version, self._checked, self._restoring = version, True, False
 
-    def refused(self, version: int) -> None:
-        """Note that the engine refused a version."""
-        self.refused_versions.add(version)
+    def rejected(self, version: int) -> None:
+        """Note that a version was rejected: its tokens are never trusted."""
+        self.rejected_versions.add(version)
 
     def restoring(self) -> None:
         """Trust no token until the version in use is loaded again and ``passed``."""
@@ -45,15 +45,15 @@ class TrustedWeights:
         return self._checked and self.version >= version
 
     def is_decided(self, spans: Sequence[Span]) -> bool:
-        """Return whether the version of each span is checked or refused. DataError if one was never loaded here."""
+        """Return whether the version of each span is checked or rejected. DataError if one was never loaded here."""
         newest = max((span.version for span in spans), default=-1)
         if newest > self._newest_loaded:
             raise DataError(f"its spans name weights version {newest}, which was never in use here")
-        return all(self._is_trusted(span) or span.version in self.refused_versions for span in spans)
+        return all(self._is_trusted(span) or span.version in self.rejected_versions for span in spans)
 
     def trusted_length(self, spans: Sequence[Span], length: int) -> int:
         """Return how many of a sample's first ``length`` tokens are of checked versions."""
         return min((span.start for span in spans if not self._is_trusted(span)), default=length)
 
     def _is_trusted(self, span: Span) -> bool:
-        return span.version <= self.version and span.version not in self.refused_versions and not self._restoring
+        return span.version <= self.version and span.version not in self.rejected_versions and not self._restoring

@@ -41,8 +41,8 @@ FETCH_DEADLINE_S = 300.0
 """The process ends if the newest version can't be fetched for this time."""
 BUSY_S = 2.0
 """How long an engine that woke waits for another fetch in this process."""
-REFUSED_DEADLINE_S = 15.0
-"""The process ends if no newer version follows a refused one within this time."""
+REJECTED_DEADLINE_S = 15.0
+"""The process ends if no newer version follows a rejected one within this time."""
 WIDER = {"float16": "bfloat16 or float32", "bfloat16": "float32"}
 """Dtypes to try if numbers get too large for the key."""
 
@@ -75,7 +75,7 @@ class WeightUpdater:
         self._changed = asyncio.Condition()
         self._manifest: Manifest | None = None
         self._not_finite: set[int] = set()
-        self._refusal: tuple[float, str] | None = None
+        self._rejection: tuple[float, str] | None = None
         self._closed = False
         self._draining = False
         self._tasks = 0
@@ -100,14 +100,14 @@ class WeightUpdater:
         """Follow the published versions until stop."""
         try:
             while not stop and await self._orders.wait_awake():
-                seen = max(self.version, *self.weights.refused_versions, -1)
+                seen = max(self.version, *self.weights.rejected_versions, -1)
                 manifest = await until_stopped(stop, asyncio.to_thread(self._broker.weights.wait_newer, seen))
                 if manifest is not None:
                     manifest = await self._choose(manifest)
                 if manifest is not None:
                     await self._update(manifest, stop)
-                elif self._refusal is not None and time.monotonic() > self._refusal[0]:
-                    raise InfraError(self._refusal[1])
+                elif self._rejection is not None and time.monotonic() > self._rejection[0]:
+                    raise InfraError(self._rejection[1])
         finally:
             async with self._changed:
                 self._closed = True
@@ -120,7 +120,7 @@ class WeightUpdater:
         now = time.monotonic()
         evaluations = await asyncio.to_thread(self._queue.take_evaluations, self.version, 0)
         stored = {item.version: item for item in await asyncio.to_thread(self._broker.weights.published)}
-        excluded = self.weights.refused_versions | self._unreachable
+        excluded = self.weights.rejected_versions | self._unreachable
         versions = [version for version in stored if version not in excluded]
         chosen = next_version(
             self.version,
@@ -230,7 +230,7 @@ class WeightUpdater:
         """
         self._wakes += 1
         chosen, newest = None, await asyncio.to_thread(self._broker.weights.newest)
-        known = {self.version, *self.weights.refused_versions}
+        known = {self.version, *self.weights.rejected_versions}
         if newest is not None and newest.version not in known and not (self._drains and self._tasks):
             chosen = await self._choose(newest)
         if chosen is not None and (source := await self._checked_source(chosen, stop, once=True)) is not None:
@@ -248,7 +248,7 @@ class WeightUpdater:
             await asyncio.to_thread(self._check_compatible, manifest.adapter)
         except DataError as error:
             text = f"weights version {manifest.version} is not for this generator: {error}"
-            await self._set_in_use(await self._refuse(manifest, text))
+            await self._set_in_use(await self._reject(manifest, text))
             return None
         try:
             await asyncio.wait_for(self._fetching.acquire(), BUSY_S if once else None)
@@ -306,13 +306,13 @@ class WeightUpdater:
             await self._load(manifest, source)
         except DataError as error:
             text = f"weights version {manifest.version} does not fit this model: {error}"
-            await self._set_in_use(await self._refuse(manifest, text))
+            await self._set_in_use(await self._reject(manifest, text))
             return
         problem = await self._probe(manifest)
         if problem is None:
             await self._set_in_use(manifest)
         else:
-            await self._restore(await self._refuse(manifest, problem))
+            await self._restore(await self._reject(manifest, problem))
 
     async def _load(self, manifest: Manifest, source: WeightSource) -> None:
         self.weights.loading(manifest.version)
@@ -336,24 +336,24 @@ class WeightUpdater:
             self.weights.passed(manifest.version)
             self._loaded = time.monotonic()
             self._unreachable = {version for version in self._unreachable if version > self.version}
-            if manifest.version > max(self.weights.refused_versions, default=-1):
-                self._refusal = None
+            if manifest.version > max(self.weights.rejected_versions, default=-1):
+                self._rejection = None
             self._changed.notify_all()
 
-    async def _refuse(self, manifest: Manifest, text: str) -> Manifest:
+    async def _reject(self, manifest: Manifest, text: str) -> Manifest:
         """Never use this version; return the version to keep. Raises InfraError if the engine has no other.
 
-        Only in that case the refusal counts as a verdict on the version. In a generator that has other weights, the
+        Only in that case the rejection counts as a verdict on the version. In a generator that has other weights, the
         fault may be in the update from those to this version, and a restart loads the version whole.
         """
         await self._report(text)
         async with self._changed:
-            self.weights.refused(manifest.version)
+            self.weights.rejected(manifest.version)
             self._changed.notify_all()
         if self._manifest is None:
             await self._note_verdict(manifest, text)
             raise InfraError(text)
-        self._refusal = (time.monotonic() + REFUSED_DEADLINE_S, text)
+        self._rejection = (time.monotonic() + REJECTED_DEADLINE_S, text)
         return self._manifest
 
     async def _note_verdict(self, manifest: Manifest, reason: str = "") -> None:
@@ -408,6 +408,6 @@ class WeightUpdater:
             text = f"weights version {version} gave log-probabilities that are not finite"
             await self._report(text, "weights_not_finite")
 
-    async def _report(self, text: str, name: str = "weights_refused") -> None:
+    async def _report(self, text: str, name: str = "weights_rejected") -> None:
         event = Event(name=name, service=self._name, level="error", text=text)
         await asyncio.to_thread(self._broker.events.emit, event)

@@ -31,7 +31,7 @@ def end_a_copy() -> None:
 
 
 def describe(error: BaseException) -> str:
-    """Return an exception's type and text in one line, also if its text can't be made."""
+    """Return an exception's type and text in one line; the type alone if making the text fails."""
     try:
         text = " ".join(str(error).split())
     except BaseException:  # noqa: BLE001 - user code: even the text of an exception may raise

@@ -98,7 +98,7 @@ class Environments:
         return {"observations": observed, "actions": actions, "bounds": bounds}
 
     def size_of(self, order: bytes) -> int:
-        """Return the bytes that follow an order."""
+        """Return how many bytes follow an order."""
         if order == b"V":
             return 0
         return 16 if order == b"R" else 4 * len(self._envs) * self._width

@@ -55,7 +55,7 @@ def numbers(value: Any, what: str) -> dict[str, float]:
 
 
 def json_text(value: Any, what: str) -> str:
-    """Return a value as JSON. UserCodeError if it can't be."""
+    """Return a value as JSON. UserCodeError names it as ``what`` if it has no JSON form."""
     try:
         return json.dumps(value, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:

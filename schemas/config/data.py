@@ -166,7 +166,7 @@ class RewardConfig(Section):
     """The reward service."""
 
     terms: list[RewardTerm] = Field(min_length=1)
-    """The terms that are summed. With the workflows agent and environment, episode by default."""
+    """The terms that are summed. With the workflows agent, environment, live and fragments, episode by default."""
     replicas: int = Field(1, ge=1)
     """Reward services that `tidemill up` starts."""
     workers: int = Field(2, ge=1)

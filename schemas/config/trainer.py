@@ -171,9 +171,9 @@ AGGREGATION_NAMES = ("constant", "prompt_mean", "sequence_mean", "token_mean")
 class MismatchConfig(Section):
     """What is done about a generator whose log-probabilities are not those of the policy that it names."""
 
-    action: Literal["drain", "report"] = "drain"
-    """drain: the generator gets no more tasks until its process is restarted, and groups with its samples are dropped
-    as mismatch. The last generator is never drained. report: only an event."""
+    action: Literal["quarantine", "report"] = "quarantine"
+    """quarantine: the generator gets no more tasks until its process is restarted, and groups with its samples are
+    dropped as mismatch. The last generator is never quarantined. report: only an event."""
     ratio: float = Field(4.0, gt=1)
     """How many times the median of the other generators of its pool its mean difference may be, over tokens of the same
     versions, or of the next older ones."""

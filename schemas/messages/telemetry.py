@@ -5,7 +5,7 @@ from typing import Any, Literal
 from schemas.codec import Message
 from schemas.system.processes import identify_process
 
-DRAINED = "mismatch"
+QUARANTINED = "mismatch"
 """State of a generator that takes no tasks because its log-probabilities are not those of the policy."""
 ASLEEP = "asleep"
 """State of a generator whose GPUs the trainer has at the moment."""

@@ -1,6 +1,6 @@
 -- KEYS: LEADER_TERM SCORED
 -- ARGV: term, count. Claims new scores for the trainer; a fenced trainer gets none into its pending list.
-local no = refused(ARGV[1])
+local no = rejected(ARGV[1])
 if no then return no end
 local reply = redis.call('XREADGROUP', 'GROUP', TRAINER, 't-' .. ARGV[1], 'COUNT', ARGV[2], 'STREAMS', SCORED, '>')
 if not reply then return {} end

@@ -3,7 +3,7 @@
 -- ARGV: task id, 'dropped' or 'failed', reason, term, share of correct samples in 1/255 ('' if unknown), then scored
 -- entries. Ends a group that is not trained: its slot returns, its data is deleted. Once: a trainer ends one group at a
 -- time, so its last end is kept, and a repeat of it gets the same answer.
-local no = refused(ARGV[4])
+local no = rejected(ARGV[4])
 if no then return no end
 local task, call = ARGV[1], table.concat({ARGV[1], ARGV[2], ARGV[3], ARGV[4]}, ' ')
 if redis.call('ZREM', SLOTS, task) == 0 then return redis.call('HGET', CTL, 'last_close') == call and 'ok' or 'closed' end

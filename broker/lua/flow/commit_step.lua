@@ -3,7 +3,7 @@
 -- ARGV: term, step, number of groups, number of scored entries, task ids, scored entries, then the places of
 -- trajectories (ENTRY/BODY). Deletes the entries of a step that a durable checkpoint covers. The trajectories are
 -- passed, too, because the group's data that names them may be gone.
-local no = refused(ARGV[1])
+local no = rejected(ARGV[1])
 if no then return no end
 local groups, count = tonumber(ARGV[3]), tonumber(ARGV[4])
 local scored, places, found = {}, {}, {}

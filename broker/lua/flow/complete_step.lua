@@ -2,7 +2,7 @@
 -- KEYS: CTL LEADER_TERM SLOTS COUNTS CHANGES GROUPS PROMPTS
 -- ARGV: term, completed step, new version, samples, then the task id of each group and the share of its samples that
 -- are correct, in 1/255 ('' if unknown). Returns the slots of what was trained. Once.
-local no = refused(ARGV[1])
+local no = rejected(ARGV[1])
 if no then return no end
 local known = redis.call('HGET', CTL, 'step')
 if not known then return 'lost' end

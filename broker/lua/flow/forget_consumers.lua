@@ -2,7 +2,7 @@
 -- KEYS: LEADER_TERM TASKS EVAL_TASKS TRAJECTORIES SCORED
 -- ARGV: term, milliseconds. Deletes consumers that hold nothing and were silent for so long; otherwise the server keeps
 -- each name that ever read. A worker that reads again is created again. Returns their number.
-local no = refused(ARGV[1])
+local no = rejected(ARGV[1])
 if no then return no end
 local count = 0
 for _, pair in ipairs({{TASKS, GENERATORS}, {EVAL_TASKS, GENERATORS}, {TRAJECTORIES, REWARD}, {SCORED, TRAINER}}) do

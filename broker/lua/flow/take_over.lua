@@ -1,5 +1,5 @@
 #!lua flags=allow-oom
--- KEYS: CTL LEADER_TERM SLOTS COUNTS GROUPS SAMPLES TASKS EVAL_TASKS TRAJECTORIES SCORED DEAD JOURNAL EVALS CHANGES READMIT FAILED WEIGHTS CHUNKS EVENTS METRICS SERVICES PARTIALS IMAGES RUN_CONTROL COUNTERS RECENT EVAL_SAMPLES ORDERS REFUSALS PEERS ROLL ROLL_ANSWERS ROLL_CHANGES PROMPTS QUESTIONS ANSWERS BODIES LIVE LIVE_SEATS LIVE_BEGUN
+-- KEYS: CTL LEADER_TERM SLOTS COUNTS GROUPS SAMPLES TASKS EVAL_TASKS TRAJECTORIES SCORED DEAD JOURNAL EVALS CHANGES READMIT FAILED WEIGHTS CHUNKS EVENTS METRICS SERVICES PARTIALS IMAGES RUN_CONTROL COUNTERS RECENT EVAL_SAMPLES ORDERS REJECTIONS PEERS ROLL ROLL_ANSWERS ROLL_CHANGES PROMPTS QUESTIONS ANSWERS BODIES LIVE LIVE_SEATS LIVE_BEGUN
 -- ARGV: what the trainer knows, as JSON (broker/flow/progress.py, TakeoverRequest), and the statistics of prompts in its
 -- checkpoint. A trainer takes the run over.
 -- The broker's data counts if it is consistent. It is not if its lifetime is not that of the trainer's checkpoint, a step
@@ -22,7 +22,7 @@ local beside = {
   {WEIGHTS, 'stream'}, {CHUNKS, 'hash'}, {DEAD, 'stream'}, {EVALS, 'hash'}, {CHANGES, 'stream'}, {FAILED, 'zset'},
   {PARTIALS, 'hash'}, {EVENTS, 'stream'}, {METRICS, 'stream'}, {SERVICES, 'hash'},
   {RUN_CONTROL, 'hash'}, {COUNTERS, 'hash'}, {RECENT, 'stream'}, {EVAL_SAMPLES, 'stream'}, {ORDERS, 'stream'},
-  {REFUSALS, 'hash'}, {PEERS, 'hash'}, {ROLL, 'hash'}, {ROLL_ANSWERS, 'stream'}, {ROLL_CHANGES, 'stream'}, {PROMPTS, 'string'},
+  {REJECTIONS, 'hash'}, {PEERS, 'hash'}, {ROLL, 'hash'}, {ROLL_ANSWERS, 'stream'}, {ROLL_CHANGES, 'stream'}, {PROMPTS, 'string'},
   {QUESTIONS, 'list'}, {ANSWERS, 'stream'}, {LIVE, 'hash'}, {LIVE_SEATS, 'zset'}, {LIVE_BEGUN, 'zset'},
 }
 local function drop_foreign(types)
@@ -227,10 +227,10 @@ if not known_step then
 end
 -- Users' settings were checked against an earlier configuration; if they leave too few slots for a batch now, they go.
 local set = redis.call('HMGET', CTL, 'set:staleness', 'set:batch')
-local refused_settings = ''
+local rejected_settings = ''
 if not enough_slots(set[1] or own.staleness, set[2] or own.batch, own.window) then
   for i, name in ipairs({'staleness', 'batch'}) do
-    if set[i] then refused_settings = refused_settings .. name .. ' ' .. set[i] .. ' ' end
+    if set[i] then rejected_settings = rejected_settings .. name .. ' ' .. set[i] .. ' ' end
   end
   for _, key in ipairs({CTL, RUN_CONTROL}) do redis.call('HDEL', key, 'set:staleness', 'set:batch') end
 end
@@ -248,4 +248,4 @@ for _, pair in ipairs({{TASKS, GENERATORS}, {EVAL_TASKS, GENERATORS}, {TRAJECTOR
 end
 ordered('take_over')
 local now = redis.call('HMGET', CTL, 'step', 'version', 'broker_lifetime', 'started')
-return {leader_term, now[1], now[2], now[3], now[4], lost and '1' or '0', string.format('%d', surplus), refused_settings}
+return {leader_term, now[1], now[2], now[3], now[4], lost and '1' or '0', string.format('%d', surplus), rejected_settings}

@@ -5,7 +5,7 @@
 -- has rank 0, the members follow in the order of their names. A communicator is reused if exactly the members of the
 -- roll hold it. A member that did not answer is not waited for before it answers again. Size 1: no member came. A
 -- repeat returns the same.
-local no = refused(ARGV[1])
+local no = rejected(ARGV[1])
 if no then return no end
 local f = redis.call('HMGET', ROLL, 'payload', 'open', 'ends', 'backend', 'communicator', 'roll')
 if f[1] ~= ARGV[2] then return {0, 1, ''} end

@@ -107,7 +107,7 @@ class NcclReader(PeerReader):
         self.received = 0
 
     def fetch(self, payload: Payload, folder: Path) -> Path:
-        """Receive the broadcast payload; if that fails, fetch it from peers. InfraError if this process ends."""
+        """Receive a payload by broadcast or, failing that, from peers. InfraError if this process ends."""
         try:
             path = self._receive(payload, folder)
         except InfraError as error:

@@ -40,7 +40,7 @@ class Rule:
 
     @classmethod
     def of(cls, settings: RejectionConfig, base: Path | None = None) -> Self:
-        """Make the rule of these settings; a measure that is a KL estimator is looked up by its name."""
+        """Make the rule from its settings. ConfigError if the measure is neither ratio nor a KL estimator."""
         known = settings.measure == "ratio"
         return cls(settings, None if known else KL_ESTIMATORS.get(settings.measure, base))
 

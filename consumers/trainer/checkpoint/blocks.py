@@ -20,7 +20,7 @@ class SavePlanner(DefaultSavePlanner):
     def set_up_planner(
         self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
     ) -> None:
-        """Plan the save with every tensor cut into blocks."""
+        """Prepare the save; a tensor that is cut in strides is written block by block, anything else as usual."""
         super().set_up_planner(state_dict, storage_meta, is_coordinator)
         self.state_dict = {name: _in_blocks(value) for name, value in self.state_dict.items()}
 
@@ -29,12 +29,12 @@ class LoadPlanner(DefaultLoadPlanner):
     """Plans as PyTorch does, but each block by itself, and takes only plain values where a checkpoint has no tensor."""
 
     def set_up_planner(self, *args: Any, **kwargs: Any) -> None:
-        """Plan the load with every tensor cut into blocks."""
+        """Prepare the load; a tensor that is cut in strides is read block by block, anything else as usual."""
         super().set_up_planner(*args, **kwargs)
         self.state_dict = {name: _in_blocks(value) for name, value in self.state_dict.items()}
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Load an object of plain data only: ``weights_only`` refuses pickled code."""
+        """Load a value that is no tensor. UnpicklingError if it is more than plain data."""
         plain = torch.load(value, weights_only=True)
         value = io.BytesIO()
         torch.save(plain, value)

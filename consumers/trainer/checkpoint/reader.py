@@ -40,7 +40,7 @@ class SafeReader(FileSystemReader):
     """Reads a checkpoint's folder; UnpicklingError if its ``.metadata`` names what no checkpoint of ours does."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Read ``.metadata`` and run no code of it. UnpicklingError if it names other classes."""
+        """Read ``.metadata`` without running its code. UnpicklingError for more than ALLOWED, or no Metadata."""
         path = self._get_metadata_path(kwargs.get("rank"))
         with self.fs.create_stream(path, "rb") as stream:
             found = _Unpickler(stream).load()

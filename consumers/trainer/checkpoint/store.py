@@ -31,7 +31,7 @@ from consumers.trainer.checkpoint.state import copy_tensors, put_tensors, random
 from consumers.trainer.distributed.channel import Channel
 from consumers.trainer.distributed.ranks import Ranks, reason
 from consumers.trainer.model.lora import check_same, describe
-from consumers.trainer.records.evaluations import best_versions, read_evaluations
+from consumers.trainer.records.evaluation_log import best_versions, read_evaluations
 from consumers.trainer.step.gradient_update import LossScale
 from consumers.trainer.step.learner import Learner
 from schemas.errors import ConfigError, InfraError

@@ -25,7 +25,7 @@ class Channel:
             dist.send(torch.frombuffer(bytearray(data), dtype=torch.uint8), rank, group=self.group)
 
     def receive(self, rank: int) -> bytes:
-        """Wait for the next message of a rank and return it."""
+        """Wait for the next message from a rank and return it."""
         size = torch.zeros(1, dtype=torch.int64)
         dist.recv(size, rank, group=self.group)
         data = torch.empty(int(size), dtype=torch.uint8)

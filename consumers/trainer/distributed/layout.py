@@ -45,7 +45,7 @@ class Layout:
 
     @property
     def dp_size(self) -> int:
-        """Number of ranks that train different samples."""
+        """Number of data parts: blocks of ranks that train different samples."""
         return self.replicate * self.shard
 
     def dp_rank_of(self, rank: int) -> int:

@@ -53,7 +53,7 @@ def dequantise(weight: Tensor) -> Tensor:
 
 
 def layer_shape(weight: Tensor) -> tuple[int, ...]:
-    """Return a weight's shape; of a quantised one, its shape before that."""
+    """Return a weight's shape; if it is quantised, the shape that it had before."""
     return tuple(weight.quant_state.shape if is_quantised(weight) else weight.shape)  # type: ignore[attr-defined]
 
 

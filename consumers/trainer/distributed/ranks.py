@@ -267,7 +267,7 @@ class Ranks:
         return self._all_reduce(values, dist.ReduceOp.SUM)
 
     def all_reduce_max(self, values: Sequence[float]) -> list[float]:
-        """Return the largest of all ranks' values, one by one. All ranks call it with as many."""
+        """Return the element-wise maximum over all ranks. All of them call it, with equally many values."""
         return self._all_reduce(values, dist.ReduceOp.MAX)
 
     def any(self, this: bool) -> bool:

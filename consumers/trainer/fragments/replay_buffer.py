@@ -48,7 +48,7 @@ class ReplayBuffer:
 
     @property
     def filled(self) -> int:
-        """Number of transitions that it holds."""
+        """Number of transitions in the ring, without the demonstrations."""
         return min(self.count, self._size)
 
     def add(self, samples: Sequence[Trajectory]) -> int:

@@ -50,7 +50,7 @@ class GroupMeter:
         self.in_vain += reason in FILTERS
 
     def keep(self) -> None:
-        """Count a kept group: it ends a series of filtered ones."""
+        """Note that a group was kept, which ends a series of filtered ones."""
         self.in_vain = 0
 
     def describe(self) -> str:

@@ -123,7 +123,7 @@ class StepMeter:
 
     @property
     def loss(self) -> float:
-        """Sum of the loss over the step."""
+        """The loss: the sum of this rank's micro-batches, after ``reduce`` of all ranks'."""
         return self.sums["loss"]
 
     def reduce(self, ranks: Ranks) -> None:

@@ -118,7 +118,7 @@ def use_packing(model: PreTrainedModel) -> None:
 
 
 def is_packed(model: PreTrainedModel) -> bool:
-    """Return whether the model attends within packed rows, not over padding."""
+    """Return whether the model has the attention that ``use_packing`` gives it."""
     return bool(model.config.get_text_config()._attn_implementation == ATTENTION)
 
 

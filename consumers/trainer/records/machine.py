@@ -48,7 +48,7 @@ def write_environment(folder: Path, base: Path, ranks: int) -> None:
 
 
 def describe_environment(base: Path, ranks: int) -> dict[str, Any]:
-    """Return the machine, versions and commit that a run's record names, as plain data for JSON."""
+    """Return the content of environment.json without ``before``: the machine, versions and the git commit."""
     gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     packages = {}
     for name in PACKAGES:

@@ -93,7 +93,7 @@ class CriticStep:
         self.update = GradientUpdate(self.critic, optimizer, ranks, settings.optimizer.max_grad_norm, dtype)
 
     def parts(self) -> dict[str, tuple[nn.Module, GradientUpdate]]:
-        """Return each trained model with its optimizer's update, by name in a checkpoint."""
+        """Return the critic and its update by the critic's name in checkpoints."""
         return {"critic": (self.critic, self.update)}
 
     @torch.no_grad()

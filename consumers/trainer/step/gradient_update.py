@@ -51,7 +51,7 @@ class Sums:
         self.values = [total + value for total, value in zip(self.values, values, strict=True)]
 
     def reduce(self, ranks: Ranks) -> None:
-        """Add up the sums of all ranks; all of them call it."""
+        """Add up the sums of all data parts; all ranks call it."""
         self.values = ranks.all_reduce_sum(self.values)
 
 

@@ -7,7 +7,7 @@ from typing import Literal
 
 from deploy.control_plane.status.pools import differences
 from schemas.control_api.status import RunStatus
-from schemas.messages.telemetry import DRAINED
+from schemas.messages.telemetry import QUARANTINED
 
 AlertLevel = Literal["warning", "error"]
 STUCK = "no_progress"
@@ -83,8 +83,8 @@ class AlertRules:
             if old := [stream.name for stream in work if (stream.oldest_s or 0) > OLD_WORK_S]:
                 text = f"an entry of {' and '.join(old)} has been waiting for more than {OLD_WORK_S / 60:.0f} minutes"
                 yield Alert("old_work", "warning", text)
-        if drained := [service.name for service in status.services if service.live and service.state == DRAINED]:
-            text = f"{', '.join(drained)}: log-probabilities are not those of the policy; see the event mismatch"
+        if names := [service.name for service in status.services if service.live and service.state == QUARANTINED]:
+            text = f"{', '.join(names)}: log-probabilities are not those of the policy; see the event mismatch"
             yield Alert("mismatch", "error", f"{text}, then restart or remove it")
         if unequal := differences(status.services):
             yield Alert("unequal_generators", "warning", "; ".join(unequal))

@@ -77,7 +77,7 @@ class StatusPoller:
         ]
 
     def start(self) -> None:
-        """Start the threads that ask the broker."""
+        """Start the threads that ask the broker, and on Kubernetes the one that asks for numbers of replicas."""
         for thread in self._threads:
             thread.start()
         if self.deployments is not None:

@@ -21,7 +21,7 @@ from broker.connection.counters import CLOSED, COMMIT_SECONDS, COMMITS, DUPLICAT
 from broker.connection.keys import GENERATORS, REWARD
 from schemas.control_api.base import RunState
 from schemas.control_api.status import RunStatus
-from schemas.messages.telemetry import DRAINED
+from schemas.messages.telemetry import QUARANTINED
 from schemas.system.device_lock import PART, SHARE
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -145,8 +145,8 @@ class StatusMetrics(Collector):
         roles = sorted({service.role for service in live} | {"feeder", "generator", "reward", "trainer"})
         counts = ((role, sum(service.role == role for service in live)) for role in roles)
         yield _labelled("services_live", "Services with a recent heartbeat", "role", counts)
-        drained = sum(service.state == DRAINED for service in live)
-        yield _gauge("generators_drained", "Generators whose log-probabilities are not those of the policy", drained)
+        count = sum(service.state == QUARANTINED for service in live)
+        yield _gauge("generators_quarantined", "Generators whose log-probabilities are not those of the policy", count)
         for name, text in MISMATCHES:
             found = [one.figures[f"mismatch_{name}"] for one in live if f"mismatch_{name}" in one.figures]
             if found:

@@ -54,7 +54,7 @@ class MetricsSeries:
 
     @property
     def names(self) -> list[str]:
-        """Names of all metrics, sorted."""
+        """Names of the metrics that have a column, sorted."""
         return sorted(self._columns)
 
     def last(self, name: str, count: int = 1) -> list[float]:

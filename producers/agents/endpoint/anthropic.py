@@ -69,7 +69,7 @@ class MessagesBody(msgspec.Struct):
 
 
 def read_messages(data: JSON, asker: Asker) -> ModelRequest:
-    """Read such a request. SessionError 400 if it is not valid."""
+    """Read a request to ``/v1/messages``. SessionError 400 if it is not valid."""
     body = convert(data, MessagesBody)
     if not body.messages:
         raise bad_request("messages must not be empty")

@@ -107,7 +107,7 @@ class ChatBody(OpenAiBody, kw_only=True):
 
 
 def read_chat(data: JSON, asker: Asker) -> ModelRequest:
-    """Read such a request. SessionError 400 if it is not valid."""
+    """Read a request to ``/v1/chat/completions``. SessionError 400 if it is not valid."""
     body = convert(data, ChatBody)
     if data.get("functions"):
         raise bad_request("functions is not supported, tools are")

@@ -39,7 +39,7 @@ class CompletionBody(OpenAiBody, kw_only=True):
 
 
 def read_completion(data: JSON, asker: Asker) -> ModelRequest:
-    """Read such a request. SessionError 400 if it is not valid."""
+    """Read a request to ``/v1/completions``. SessionError 400 if it is not valid."""
     body = convert(data, CompletionBody)
     for name in ("echo", "suffix"):
         if data.get(name):

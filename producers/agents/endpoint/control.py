@@ -55,6 +55,6 @@ async def reward(body: bytes, asker: Asker) -> JSON:
 
 
 async def end(body: bytes, asker: Asker) -> JSON:
-    """End the episode."""
+    """End the episode at the agent's request. SessionError 403 if a user asks."""
     asker.session.finish()
     return {}

@@ -47,7 +47,7 @@ class ResponseBody(msgspec.Struct):
 
 
 def read_response(data: JSON, asker: Asker) -> ModelRequest:
-    """Read such a request; it may continue an earlier response. SessionError 400 if it is not valid."""
+    """Read a request to ``/v1/responses``, which may continue an earlier one. SessionError 400 if it is not valid."""
     body = convert(data, ResponseBody)
     for name in UNSUPPORTED:
         if data.get(name):

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from producers.engines.base import Ability, EngineSettings
-from producers.engines.gated import SampleCall
 from producers.engines.http.client import Body, ServerClient
 from producers.engines.http.server import PrivatePlace
 from producers.engines.http.streamed_sample import StreamedSample
+from producers.engines.request_gate import SampleCall
 from schemas.errors import ConfigError
 
 LACKS: Mapping[Ability, str] = {

@@ -17,13 +17,13 @@ import numpy.typing as npt
 import structlog
 
 from producers.engines.base import Ability, Completion, EngineSettings, PromptImage
-from producers.engines.gated import GatedEngine, SampleCall, nothing
 from producers.engines.http.client import Body, Refused, ServerClient, read_key
 from producers.engines.http.dialect import Dialect, read_config
 from producers.engines.http.openai import OpenAiEngine
 from producers.engines.http.server import LaunchedServer, PrivatePlace
 from producers.engines.http.sglang import SglangDialect
 from producers.engines.http.streamed_sample import StreamedSample
+from producers.engines.request_gate import GatedEngine, SampleCall, nothing
 from producers.engines.sampling import check_vocabulary
 from schemas.config import HttpEngineConfig
 from schemas.errors import ConfigError, DataError, InfraError
@@ -319,7 +319,7 @@ def build_engine(settings: EngineSettings) -> HttpEngine | OpenAiEngine:
 
 
 def make_dialect(name: str) -> Dialect:
-    """Return what speaks the HTTP API of the server ``name``, vllm or sglang."""
+    """Return the dialect of an HTTP server, vllm or sglang."""
     if name == "vllm":
         from producers.engines.http.vllm import VllmDialect
 

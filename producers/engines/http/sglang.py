@@ -20,11 +20,11 @@ import numpy as np
 import numpy.typing as npt
 
 from producers.engines.base import Ability, EngineSettings
-from producers.engines.gated import SampleCall
 from producers.engines.http.client import Body, Refused, ServerClient
 from producers.engines.http.dialect import LACKS, has_gpu, missing_options, options, read_config
 from producers.engines.http.server import HOST, PrivatePlace
 from producers.engines.http.streamed_sample import UNREADABLE, StreamedSample
+from producers.engines.request_gate import SampleCall
 from producers.engines.routed_experts import mixture_sizes
 from schemas.errors import ConfigError, InfraError
 from schemas.system.files import atomic_write

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from producers.engines.base import Ability, EngineSettings
-from producers.engines.gated import SampleCall
 from producers.engines.http.client import Body, Refused, ServerClient
 from producers.engines.http.dialect import LACKS, has_gpu, missing_options, options
 from producers.engines.http.server import PrivatePlace
 from producers.engines.http.streamed_sample import UNREADABLE, StreamedSample
+from producers.engines.request_gate import SampleCall
 from producers.engines.vllm.arguments import OURS
 from producers.engines.vllm.before_import import vllm_variables
 from producers.engines.vllm.plugin import BACKEND

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from producers.engines.base import Ability, Completion, EngineSettings, KvCacheUsage, PromptImage
-from producers.engines.gated import GatedEngine, SampleCall
+from producers.engines.request_gate import GatedEngine, SampleCall
 from producers.engines.vllm.before_import import check_batch_invariance, stand_in_for_torchvision
 from producers.engines.vllm.boot import boot
 from producers.engines.vllm.images import CutImages, cut_images, prompt_input

@@ -134,7 +134,7 @@ def test_weights_spoilt_after_a_check_are_taken_back(world: World, run: Run, mon
 
     run(run_generator_while(world.config(), broker, Lent(engine), scene))
     (event,) = [stored.event for stored in broker.events.newest(5)]
-    assert event.name == "weights_refused"
+    assert event.name == "weights_rejected"
     assert "version 2 fails its probe" in event.text
 
 

@@ -12,7 +12,7 @@ from consumers.trainer.context import DiskRetry, LiveSettings, TrainerContext
 from consumers.trainer.leadership import Leadership
 from consumers.trainer.metrics.timing import StepTimer
 from consumers.trainer.rank_group import RankGroup
-from consumers.trainer.records.evaluations import EvaluationLog
+from consumers.trainer.records.evaluation_log import EvaluationLog
 from schemas.config import TidemillConfig
 from schemas.messages import Event
 from tests.support.configurations import minimal_config

@@ -30,7 +30,7 @@ from tools.chaos.turns import violations
 SHOWN = 10
 """Most violations of a promise that are printed in full."""
 
-SOURCES = ("generators at fault", "drained", "trained of generators at fault")
+SOURCES = ("generators at fault", "quarantined", "trained of generators at fault")
 CONVERSATIONS = (
     *("conversations", "rewarded", "rewarded again", "rewarded, trained", "rewarded, ended with a reason"),
     *("rewarded, lost with the broker", "rewarded, not trained yet"),

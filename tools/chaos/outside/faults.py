@@ -16,7 +16,7 @@ from tools.chaos.processes import FleetMember
 from tools.chaos.world import Fault, Strike, World, kind
 
 LONGEST_S = 60.0
-"""For so long a generator at fault waits to be drained."""
+"""For so long a generator at fault waits to be quarantined."""
 
 
 @kind
@@ -59,14 +59,14 @@ class StopTeacher(Fault):
 
 @kind
 class WrongGenerator(Fault):
-    """A generator's log-probabilities are not those of the policy any more, until it is drained and killed."""
+    """A generator's log-probabilities are not those of the policy any more, until it is quarantined and killed."""
 
     kind, weight = "wrong generator", 2.0
 
     def strike(self, world: World, rng: random.Random) -> Strike | None:
         flag = world.folder / WRONG
         generators = [one for one in world.victims("generator") if _wrote(world, one, "answered")]
-        # The last generator is never drained.
+        # The last generator is never quarantined.
         if flag.exists() or len(generators) < 2:
             return None
         victim = rng.choice(generators)
@@ -76,7 +76,7 @@ class WrongGenerator(Fault):
 
         def restart() -> bool:
             if victim.process.poll() is None:
-                if time.monotonic() < end and not _is_drained(world, victim):
+                if time.monotonic() < end and not _is_quarantined(world, victim):
                     return False
                 victim.asked = "kill"
                 victim.process.kill()
@@ -86,7 +86,7 @@ class WrongGenerator(Fault):
         return Strike(victim.name, restart, rng.uniform(8.0, 20.0), detail={"pid": victim.pid})
 
 
-def _is_drained(world: World, victim: FleetMember) -> bool:
+def _is_quarantined(world: World, victim: FleetMember) -> bool:
     try:
         control = open_broker(world).run_control.read() if world.server.up else None
     except (TidemillError, redis.RedisError):

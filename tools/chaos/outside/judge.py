@@ -18,7 +18,7 @@ from tools.chaos.outside.users import ANOTHER
 
 SMALLEST = 1e-6
 MOST_WRONG = 200
-"""Samples of a generator at fault that a trainer may train before it is drained, in steps with samples of others."""
+"""Samples of a generator at fault that a trainer may train before its quarantine, in steps with samples of others."""
 LEAST_RIGHT = 8
 
 
@@ -114,19 +114,19 @@ def _trained_rewards(calls: Iterable[Log]) -> dict[Sample | None, set[tuple[floa
 
 
 def judge_sources(logs: Sequence[Log], judgement: Judgement) -> None:
-    """Every sample is trained with its own teacher's answer. A generator at fault is drained, and no other one."""
+    """Every sample is trained with its own teacher's answer. A generator at fault is quarantined, and no other one."""
     at_fault: dict[str, set[str]] = defaultdict(set)
     for log in logs:
         at_fault[log.name] |= {line.data["process"] for line in log.lines if line.kind == "wrong"}
     judgement.counts["generators at fault"] = sum(map(len, at_fault.values()))
-    drained: set[str] = set()
+    quarantined: set[str] = set()
     for log in logs:
         trained: Counter[str] = Counter()
         for line in log.lines:
-            if line.kind == "drain":
-                drained.add(line.data["process"])
+            if line.kind == "quarantine":
+                quarantined.add(line.data["process"])
                 if line.data["process"] not in at_fault[line.data["g"]]:
-                    judgement.broken("false alarm", f"{log.process} drained {line.data['g']}, which was not at fault")
+                    judgement.broken("false alarm", f"{log.process}: {line.data['g']} was not at fault")
             elif line.kind == "planned":
                 for task, sample in line.data["untaught"]:
                     judgement.broken("teacher", f"sample {task}:{sample} has not its own teacher's answer")
@@ -136,4 +136,4 @@ def judge_sources(logs: Sequence[Log], judgement: Judgement) -> None:
         # All together: a sample that another generator has finished has the name of that one.
         if sum(trained.values()) > MOST_WRONG * judgement.counts["generators at fault"]:
             judgement.broken("generator at fault", f"{log.process} trained {dict(trained)} samples")
-    judgement.counts["drained"] = len(drained)
+    judgement.counts["quarantined"] = len(quarantined)

@@ -3,7 +3,7 @@
 Lines of evidence, by kind:
   seat: id (of a conversation), t, s · wrong: process (its log-probabilities are not the policy's)
   planned: untaught=[t, s] without the teacher's answer to their tokens, wrong={generator: samples of one at fault},
-  right: samples of others · drain: g, process (the trainer orders that it takes no more tasks)
+  right: samples of others · quarantine: g, process (the trainer orders that it takes no more tasks)
 """
 
 from __future__ import annotations
@@ -54,12 +54,12 @@ def watch_generator(evidence: EvidenceWriter, folder: Path) -> None:
 
 
 def watch_trainer(evidence: EvidenceWriter, folder: Path) -> None:
-    """Write what each step is planned of, and which generators are drained."""
+    """Write what each step is planned of, and which generators are quarantined."""
     from consumers.trainer.data.plan import StepPlanner
 
     taught = "teacher_server" in (folder / "config.yaml").read_text()
     plan: Callable[..., Any] = StepPlanner.plan
-    drain = RunControl.drain
+    quarantine = RunControl.quarantine
 
     def planning(self: StepPlanner, groups: Any) -> Any:
         samples = [body for group in groups for body, _ in group.samples]
@@ -68,11 +68,11 @@ def watch_trainer(evidence: EvidenceWriter, folder: Path) -> None:
         evidence.write("planned", untaught=untaught, wrong=wrong, right=len(samples) - wrong.total())
         return plan(self, groups)
 
-    def draining(self: RunControl, generator: str, process: str, by: str) -> bool:
-        evidence.write("drain", g=generator, process=process)
-        return drain(self, generator, process, by)
+    def quarantining(self: RunControl, generator: str, process: str, by: str) -> bool:
+        evidence.write("quarantine", g=generator, process=process)
+        return quarantine(self, generator, process, by)
 
-    for owner, method, new in ((StepPlanner, "plan", planning), (RunControl, "drain", draining)):
+    for owner, method, new in ((StepPlanner, "plan", planning), (RunControl, "quarantine", quarantining)):
         setattr(owner, method, new)
 
 

@@ -13,10 +13,10 @@ from broker.client import Broker
 from broker.connection.connection import Connection
 from broker.connection.embedded import EmbeddedServer
 from broker.connection.keys import Keys
+from consumers.offline.replay import plan_replay
 from consumers.trainer.checkpoint.batch_files import FOLDER, BatchFiles
 from consumers.trainer.loop import Trainer
 from consumers.trainer.model.policy import Policy, load_model
-from consumers.trainer.replay import plan_replay
 from consumers.trainer.step.build import build_train_step
 from deploy.export.checkpoints import replay_steps
 from schemas.codec import Array

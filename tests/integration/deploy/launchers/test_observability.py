@@ -37,7 +37,7 @@ CASES: list[tuple[str, Series, list[Series]]] = [
         {'tidemill_services_live{role="trainer"}': "0x120"},
         [{'tidemill_services_live{role="trainer"}': "1x120"}, {'tidemill_services_live{role="control"}': "0x120"}],
     ),
-    ("TidemillMismatch", {"tidemill_generators_drained": "1x120"}, [{"tidemill_generators_drained": "0x120"}]),
+    ("TidemillMismatch", {"tidemill_generators_quarantined": "1x120"}, [{"tidemill_generators_quarantined": "0x120"}]),
     (
         "TidemillOldWork",
         {'tidemill_oldest_pending_age_seconds{stream="tasks"}': "700x120", **RUNS},

@@ -132,7 +132,7 @@ async def test_an_image_whose_bytes_were_changed_in_the_broker_is_shown_to_no_en
 async def test_a_generator_with_another_vision_tower_fails_the_probe(
     config: TidemillConfig, model: Path, broker: Broker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(updates_module, "REFUSED_DEADLINE_S", 0.0)
+    monkeypatch.setattr(updates_module, "REJECTED_DEADLINE_S", 0.0)
     policy, other = (load_policy(config, str(model), "float32") for _ in range(2))
     begin(broker, config, policy, tmp_path)
     with torch.no_grad():

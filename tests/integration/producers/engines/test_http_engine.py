@@ -19,13 +19,13 @@ from fastapi import Response
 from deploy.offline.evaluate import evaluate_model
 from producers.engines.base import EngineSettings, SleepingEngine
 from producers.engines.factory import check_abilities
-from producers.engines.gated import SampleCall
 from producers.engines.http.dialect import options
 from producers.engines.http.engine import HttpEngine, build_engine
 from producers.engines.http.server import PrivatePlace
 from producers.engines.http.sglang import SglangDialect
 from producers.engines.http.streamed_sample import StreamedSample, parse_spans
 from producers.engines.http.vllm import VllmDialect
+from producers.engines.request_gate import SampleCall
 from schemas.config import HttpEngineConfig
 from schemas.errors import ConfigError, DataError, InfraError
 from schemas.messages import FileSource, Sampling, Span

@@ -23,7 +23,7 @@ from consumers.trainer.model.hf_weights import check_published, named_weights
 from consumers.trainer.model.policy import Policy, load_model
 from consumers.trainer.model.probe import reference_logprobs
 from consumers.trainer.publishing import WeightPublisher
-from consumers.trainer.records.evaluations import EvaluationLog
+from consumers.trainer.records.evaluation_log import EvaluationLog
 from consumers.trainer.step.build import build_train_step
 from producers.engines.base import EngineSettings
 from producers.engines.transformers.engine import TransformersEngine

@@ -66,7 +66,7 @@ async def test_weights_that_fail_their_probe_are_taken_back(model: Path, broker:
         assert {(item.task_id, item.sample) for item in found} == {(t, s) for t in range(3) for s in range(2)}
         for item in found:
             assert sum(span.end - span.start for span in item.spans) == sum(item.loss_mask.data)
-        assert [event.name for event in [stored.event for stored in broker.events.newest(5)]] == ["weights_refused"]
+        assert [event.name for event in [stored.event for stored in broker.events.newest(5)]] == ["weights_rejected"]
 
 
 async def test_weights_that_do_not_fit_leave_the_old_ones_in_use(model: Path, broker: Broker, tmp_path: Path) -> None:
@@ -105,10 +105,10 @@ async def test_a_generator_that_cannot_go_back_ends(model: Path, broker: Broker,
     assert delivery.message.task_id == 0
 
 
-async def test_a_refused_version_that_no_newer_one_follows_ends_the_process(
+async def test_a_rejected_version_that_no_newer_one_follows_ends_the_process(
     model: Path, broker: Broker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(updates_module, "REFUSED_DEADLINE_S", 0.0)
+    monkeypatch.setattr(updates_module, "REJECTED_DEADLINE_S", 0.0)
     training = begin_run(broker, tmp_path)
     config = make_config(model, tmp_path)
     engine = make_engine(config)

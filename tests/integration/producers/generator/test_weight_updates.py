@@ -195,7 +195,7 @@ def model(tmp_path: Path) -> Path:
         ("base", "it is an adapter of another model than this generator's model.path"),
     ],
 )
-async def test_weights_that_are_not_for_this_generator_are_refused_and_the_old_ones_stay(
+async def test_weights_that_are_not_for_this_generator_are_rejected_and_the_old_ones_stay(
     config: TidemillConfig, broker: Broker, tmp_path: Path, model: Path, kind: str, reason: str
 ) -> None:
     other = make_tiny_model(tmp_path / "other", seed=1, hidden=32, layers=1)
@@ -220,20 +220,20 @@ async def test_a_generator_without_lora_ends_when_there_is_nothing_but_an_adapte
     with pytest.raises(InfraError, match="configured without"):
         async with updating(config, broker, tmp_path, adapter_of(model)):
             raise AssertionError("version 1 is in use")
-    found = broker.weights.read_refusals()
+    found = broker.weights.read_rejections()
     assert (found.version, found.count, found.generators, found.usable) == (1, 1, {"g"}, False)
     assert "configured without" in found.last
 
 
-async def test_a_refusal_counts_only_when_it_leaves_a_generator_without_weights(
+async def test_a_rejection_counts_only_when_it_leaves_a_generator_without_weights(
     config: TidemillConfig, broker: Broker, tmp_path: Path, model: Path
 ) -> None:
     async with updating(with_lora(config, model), broker, tmp_path, adapter_of(model)) as (updates, _, training):
-        await wait_until(lambda: broker.weights.read_refusals().usable)
+        await wait_until(lambda: broker.weights.read_rejections().usable)
         publish_weights(broker, training.leader_term, 2, tmp_path, keep=2, adapter=adapter_of(model, rank=8))
         assert "version 2 is not for this generator" in await alarm(broker)
         assert await updates.wait_ready(1)
-    found = broker.weights.read_refusals()
+    found = broker.weights.read_rejections()
     assert (found.version, found.count, found.usable) == (1, 0, True)
 
 

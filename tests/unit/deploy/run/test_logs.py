@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from consumers.trainer.records.evaluations import EvaluationLog
+from consumers.trainer.records.evaluation_log import EvaluationLog
 from deploy.export.plot import Evaluation, plot_run, smooth
 from deploy.run.ending import Ending, finish
 from deploy.run.summary import (

@@ -22,7 +22,7 @@ class GeneratorModel(RuleBasedStateMachine):
         super().__init__()
         self.weights = TrustedWeights()
         self.checked: set[int] = set()
-        self.refused: set[int] = set()
+        self.rejected: set[int] = set()
         self.loading: int | None = None
         self.restoring = False
         self.engine = -1
@@ -54,8 +54,8 @@ class GeneratorModel(RuleBasedStateMachine):
     @rule()
     def fail_the_probe(self) -> None:
         assert self.loading is not None
-        self.refused.add(self.loading)
-        self.weights.refused(self.loading)
+        self.rejected.add(self.loading)
+        self.weights.rejected(self.loading)
         self.weights.restoring()
         self.loading = self.engine = max(self.checked)
         self.weights.loading(self.loading)
@@ -63,10 +63,10 @@ class GeneratorModel(RuleBasedStateMachine):
 
     @precondition(lambda self: self.loading is None and self.checked)
     @rule()
-    def refuse_a_version_before_it_is_loaded(self) -> None:
+    def reject_a_version_before_it_is_loaded(self) -> None:
         self.newest += 1
-        self.refused.add(self.newest)
-        self.weights.refused(self.newest)
+        self.rejected.add(self.newest)
+        self.weights.rejected(self.newest)
         self.weights.passed(self.weights.version)
 
     @precondition(lambda self: self.restoring)
@@ -79,7 +79,7 @@ class GeneratorModel(RuleBasedStateMachine):
     @invariant()
     def no_token_of_an_unchecked_version_leaves(self) -> None:
         length = self.weights.trusted_length(self.spans, TOKENS * len(self.spans))
-        assert all(span.version in self.checked - self.refused for span in self.spans if span.start < length)
+        assert all(span.version in self.checked - self.rejected for span in self.spans if span.start < length)
 
     @invariant()
     def nothing_is_trusted_while_the_old_version_is_restored(self) -> None:
@@ -92,10 +92,10 @@ class GeneratorModel(RuleBasedStateMachine):
         assert not self.weights.may_begin(max(self.checked, default=-1) + 1)
 
     @invariant()
-    def what_is_decided_leaves_or_is_refused(self) -> None:
+    def what_is_decided_leaves_or_is_rejected(self) -> None:
         if self.loading is None:
             assert self.weights.is_decided(self.spans)
-            if not self.refused.intersection(span.version for span in self.spans):
+            if not self.rejected.intersection(span.version for span in self.spans):
                 assert self.weights.trusted_length(self.spans, TOKENS * len(self.spans)) == TOKENS * len(self.spans)
 
 
@@ -118,7 +118,7 @@ def test_the_first_untrusted_span_cuts_a_sample_off() -> None:
     spans = [Span(1, 0, 5), Span(2, 5, 8), Span(1, 8, 9)]
     assert weights.trusted_length(spans, 9) == 5
     assert not weights.is_decided(spans)
-    weights.refused(2)
+    weights.rejected(2)
     assert weights.is_decided(spans)
     assert weights.trusted_length(spans, 9) == 5
 

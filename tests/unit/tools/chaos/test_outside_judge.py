@@ -95,11 +95,11 @@ def planned(wrong: dict[str, int], untaught: list[list[int]] | None = None) -> L
         ([planned({"generator-0": MOST_WRONG})], []),
         ([planned({"generator-0": MOST_WRONG + 1})], ["generator at fault"]),
         ([planned({}, untaught=[[0, 1]])], ["teacher"]),
-        ([log("trainer.9", (2.0, "drain", {"g": "generator-0", "process": "p"}))], []),
-        ([log("trainer.9", (2.0, "drain", {"g": "generator-1", "process": "q"}))], ["false alarm"]),
+        ([log("trainer.9", (2.0, "quarantine", {"g": "generator-0", "process": "p"}))], []),
+        ([log("trainer.9", (2.0, "quarantine", {"g": "generator-1", "process": "q"}))], ["false alarm"]),
     ],
 )
-def test_a_generator_at_fault_is_drained_and_no_other_one(logs: list[Log], broken: list[str]) -> None:
+def test_a_generator_at_fault_is_quarantined_and_no_other_one(logs: list[Log], broken: list[str]) -> None:
     judgement = Judgement()
     judge_sources([log("generator-0.1", (0.5, "wrong", {"process": "p"})), *logs], judgement)
     assert [violation.promise for violation in judgement.violations] == broken

@@ -22,7 +22,7 @@ from consumers.trainer.checkpoint.files import damage
 from consumers.trainer.checkpoint.state import model_tensors, tensors_of
 from consumers.trainer.checkpoint.store import CheckpointStore, load_tensors
 from consumers.trainer.model.policy import Policy, load_model
-from consumers.trainer.records.evaluations import EvaluationLog
+from consumers.trainer.records.evaluation_log import EvaluationLog
 from consumers.trainer.step.train_step import TrainStep
 from schemas.config import TrainerConfig
 from schemas.errors import ConfigError, InfraError

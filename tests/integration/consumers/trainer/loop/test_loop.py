@@ -158,7 +158,7 @@ def test_a_trainer_that_drops_stale_groups_stops_between_two_of_them(
     """A stop that waited for the last of many stale groups would be a kill, without a checkpoint."""
     stop, asked = StopFlag(), list[int]()
 
-    def drop(intake: GroupIntake, task_ids: Sequence[int], staleness: int, drained: object) -> Iterator[Any]:
+    def drop(intake: GroupIntake, task_ids: Sequence[int], staleness: int, quarantined: object) -> Iterator[Any]:
         stop.set()
         asked.append(len(task_ids))
         for task_id in task_ids:

@@ -13,8 +13,8 @@ import pytest
 from consumers.trainer.data.groups import Group
 from consumers.trainer.records import evaluation_samples as eval_sample_log
 from consumers.trainer.records import samples as sample_log
+from consumers.trainer.records.evaluation_log import EvaluationLog, best_versions, count_since_best, read_evaluations
 from consumers.trainer.records.evaluation_samples import EvalSampleLog
-from consumers.trainer.records.evaluations import EvaluationLog, best_versions, count_since_best, read_evaluations
 from consumers.trainer.records.machine import write_environment
 from consumers.trainer.records.samples import SampleLog, choose_groups, common_beginning
 from schemas.messages import PlacedImage

@@ -16,9 +16,9 @@ from broker.flow.owner import Owner
 from broker.flow.progress import Progress
 from broker.heartbeat import FRESH_S
 from consumers.trainer.context import TrainerContext
+from consumers.trainer.generator_watches import RejectedWeightsWatch
 from consumers.trainer.loop import Trainer
 from consumers.trainer.model.policy import Policy, load_model
-from consumers.trainer.publishing import RefusalWatch
 from consumers.trainer.step.build import build_train_step
 from producers.generator.service import Generator
 from schemas.codec import encode
@@ -42,7 +42,7 @@ class Overflowing(Engine):
 def config(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TidemillConfig:
     monkeypatch.chdir(tmp_path)
     return minimal_config(
-        run={"name": "refused", "folder": str(tmp_path / "run")},
+        run={"name": "rejected", "folder": str(tmp_path / "run")},
         model={"path": str(model), "dtype": "float16", "max_length": 64},
         sampling={"n": 2, "max_tokens": 16},
         trainer={"steps": 8, "batch_groups": 2, "batch_timeout_s": 20, "publish": {"transport": "redis"}},
@@ -91,7 +91,7 @@ def test_weights_that_every_generator_finds_broken_end_the_run(config: TidemillC
         trainer.run(StopFlag())
     text = str(caught.value)
     assert text.startswith("no generator can use weights version 0: ")
-    assert " refusals by 2 of them, the last: weights version 0 fails its probe" in text
+    assert " rejections by 2 of them, the last: weights version 0 fails its probe" in text
     assert text.endswith("but the trainer's are; try model.dtype bfloat16 or float32")
     assert [
         event.text for event in [stored.event for stored in broker.events.newest(99)] if event.name == "run_failed"
@@ -113,10 +113,10 @@ class Run:
     def restart_trainer(self) -> None:
         """Another process looks, once before anything happens."""
         context = SimpleNamespace(broker=self.broker, progress=self.progress, notify=lambda *_: None)
-        self.watch = RefusalWatch(cast(TrainerContext, context))
+        self.watch = RejectedWeightsWatch(cast(TrainerContext, context))
         self.watch.check()
 
-    def refuse(self, *generators: str, version: int = 4) -> None:
+    def reject(self, *generators: str, version: int = 4) -> None:
         for name in generators:
             self.broker.weights.note_verdict(version, name, REASON)
 
@@ -131,25 +131,25 @@ def run(broker: Broker) -> Run:
     return Run(broker)
 
 
-ENDED = f"^no generator can use weights version 4: 3 refusals by 2 of them, the last: {REASON}$"
+ENDED = f"^no generator can use weights version 4: 3 rejections by 2 of them, the last: {REASON}$"
 
 
-def test_three_refusals_end_the_run_when_only_those_that_refused_are_there(run: Run) -> None:
+def test_three_rejections_end_the_run_when_only_those_that_rejected_are_there(run: Run) -> None:
     run.beat("generator-0")
     run.beat("generator-2", version=3, silent_s=FRESH_S + 1)
-    run.refuse("generator-0", "generator-1")
+    run.reject("generator-0", "generator-1")
     run.watch.check()
-    run.refuse("generator-1")
+    run.reject("generator-1")
     with pytest.raises(RunFailed, match=ENDED):
         run.watch.check()
 
 
-def test_refusals_are_counted_on_when_the_trainer_is_started_again(run: Run) -> None:
-    run.refuse("generator-0", "generator-1")
+def test_rejections_are_counted_on_when_the_trainer_is_started_again(run: Run) -> None:
+    run.reject("generator-0", "generator-1")
     take_over(run.broker)
     run.restart_trainer()
     run.watch.check()
-    run.refuse("generator-1")
+    run.reject("generator-1")
     with pytest.raises(RunFailed, match=ENDED):
         run.watch.check()
 
@@ -188,33 +188,33 @@ def only_restarts_the_trainer(run: Run) -> None:
     [joins, serves_on, is_used_elsewhere, publishes, pauses, is_started_anew, only_restarts_the_trainer],
     ids=lambda happens: happens.__name__,
 )
-def test_refusals_end_no_run_that_may_go_on(run: Run, happens: Callable[[Run], None]) -> None:
+def test_rejections_end_no_run_that_may_go_on(run: Run, happens: Callable[[Run], None]) -> None:
     run.beat("generator-0")
-    run.refuse("generator-0", "generator-1", "generator-0")
+    run.reject("generator-0", "generator-1", "generator-0")
     happens(run)
     run.watch.check()
 
 
-def test_refusals_of_a_new_version_begin_at_nothing(run: Run) -> None:
-    run.refuse("generator-0", "generator-1", "generator-0")
+def test_rejections_of_a_new_version_begin_at_nothing(run: Run) -> None:
+    run.reject("generator-0", "generator-1", "generator-0")
     run.progress.version = 5
     run.watch.check()
-    run.refuse("generator-0", "generator-1", version=5)
-    run.refuse("generator-0", "generator-1")
+    run.reject("generator-0", "generator-1", version=5)
+    run.reject("generator-0", "generator-1")
     run.watch.check()
-    found = run.broker.weights.read_refusals()
-    assert (found.version, found.count) == (5, 2), "a late refusal of an older version counts for nothing"
+    found = run.broker.weights.read_rejections()
+    assert (found.version, found.count) == (5, 2), "a late rejection of an older version counts for nothing"
 
 
-def test_a_version_that_was_refused_and_then_used_ends_nothing(run: Run) -> None:
-    run.refuse("generator-0", "generator-1")
+def test_a_version_that_was_rejected_and_then_used_ends_nothing(run: Run) -> None:
+    run.reject("generator-0", "generator-1")
     run.broker.weights.note_verdict(4, "generator-2")
-    run.refuse("generator-0", "generator-1")
+    run.reject("generator-0", "generator-1")
     run.watch.check()
 
 
-def test_a_foreign_key_in_place_of_the_refusals_is_taken_away(run: Run) -> None:
-    client, key = run.broker.connection.client, run.broker.connection.keys.refusals
+def test_a_foreign_key_in_place_of_the_rejections_is_taken_away(run: Run) -> None:
+    client, key = run.broker.connection.client, run.broker.connection.keys.rejections
     client.set(key, "hello")
     take_over(run.broker)
     assert not client.exists(key)

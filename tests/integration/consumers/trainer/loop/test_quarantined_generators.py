@@ -1,4 +1,4 @@
-"""A generator whose tokens are not from the policy: it is found with real models, drained, and its samples dropped."""
+"""A generator whose tokens are not from the policy: it is found with real models and quarantined."""
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -12,9 +12,9 @@ from transformers import PreTrainedModel
 
 from broker.client import Broker
 from broker.queues.tasks import TaskQueue
+from consumers.trainer.generator_watches import find_quarantined
 from consumers.trainer.loop import Trainer
 from consumers.trainer.model.policy import load_model
-from consumers.trainer.publishing import find_drained
 from producers.engines.transformers.batching import BatchRow, ContinuousBatch, Draw
 from schemas.codec import Array
 from schemas.messages import Heartbeat, Sampling, Span, Task, Trajectory
@@ -187,7 +187,7 @@ def test_a_generator_of_another_policy_is_out_within_200_samples(
     control = broker.run_control.read()
     assert control is not None
     assert dict(control.mismatch) == {"c": PROCESS}
-    assert find_drained(control, broker.heartbeats) == {"c"}
+    assert find_quarantined(control, broker.heartbeats) == {"c"}
     lines = read_lines(tmp_path / "run" / "metrics.jsonl")
     assert "mismatch/c/gap" not in lines[-1], "none of its samples is trained any more"
     assert 32 <= trained_of_c(tmp_path) <= 200
@@ -199,7 +199,7 @@ def test_a_generator_of_another_policy_is_out_within_200_samples(
     assert text.endswith("; it gets no more tasks, and its samples end as mismatch")
     # Another process of the same name is trusted until it is found wrong, too.
     broker.heartbeats.send(Heartbeat(service="c", role="generator", host="h", pid=2, state="running", place="p"))
-    assert find_drained(control, broker.heartbeats) == set()
+    assert find_quarantined(control, broker.heartbeats) == set()
 
 
 def test_correct_generators_have_a_tiny_gap_and_no_alarm(
@@ -216,7 +216,7 @@ def test_correct_generators_have_a_tiny_gap_and_no_alarm(
 
 @pytest.mark.parametrize(
     ("alive", "action", "end"),
-    [(["c"], "drain", "; no other generator is alive"), (NAMES, "report", "; trainer.mismatch.action is report")],
+    [(["c"], "quarantine", "; no other generator is alive"), (NAMES, "report", "; trainer.mismatch.action is report")],
 )
 def test_the_last_generator_and_a_reported_one_go_on(
     still_trainer: Callable[..., Trainer],
@@ -235,7 +235,7 @@ def test_the_last_generator_and_a_reported_one_go_on(
     assert "mismatch/c/gap" in read_lines(tmp_path / "run" / "metrics.jsonl")[-1]
 
 
-def test_a_generator_at_fault_is_drained_once_another_is_alive_and_again_if_the_broker_forgets_it(
+def test_a_generator_at_fault_is_quarantined_once_another_is_alive_and_again_if_the_broker_forgets_it(
     still_trainer: Callable[..., Trainer], broker: Broker
 ) -> None:
     watch = still_trainer().mismatch_watch
@@ -257,15 +257,17 @@ def test_a_generator_at_fault_is_drained_once_another_is_alive_and_again_if_the_
     assert len(mismatch_events(broker)) == len(ends)
 
 
-async def test_a_drained_generator_takes_no_task_but_another_does(broker: Broker, model: Path, tmp_path: Path) -> None:
+async def test_a_quarantined_generator_takes_no_task_but_another_does(
+    broker: Broker, model: Path, tmp_path: Path
+) -> None:
     config = make_generator_config(model, tmp_path)
     begin_run(broker, tmp_path)
     async with running_generator(config, broker, make_engine(config, token_s=0.0), "c"):
         await wait_until(lambda: state_of(broker, "c") == "running")
-        broker.run_control.drain("c", "another process", "trainer")
+        broker.run_control.quarantine("c", "another process", "trainer")
         broker.ledger.admit(make_task(0, max_tokens=5))
         assert {one.generator for one in await read_published(broker, 2)} == {"c"}
-        broker.run_control.drain("c", identify_process(), "trainer")
+        broker.run_control.quarantine("c", identify_process(), "trainer")
         await wait_until(lambda: state_of(broker, "c") == "mismatch")
         for task_id in (1, 2, 3):
             broker.ledger.admit(make_task(task_id, max_tokens=5))

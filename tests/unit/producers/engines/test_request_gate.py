@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from producers.engines.base import Completion, EngineSettings, PromptImage
-from producers.engines.gated import RequestGate, SampleCall, nothing
+from producers.engines.request_gate import RequestGate, SampleCall, nothing
 from producers.engines.vllm import engine as vllm_module
 from producers.engines.vllm.engine import VllmEngine
 from schemas.messages import Sampling
