@@ -5,6 +5,7 @@ Nothing here does I/O; seconds are those of the real system.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -14,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from schemas.config import TidemillConfig, by_pool
+from schemas.config.generator import PARALLEL_SIZES
 from schemas.control_api.orders import scaled_role
 from schemas.errors import ConfigError
 
@@ -32,13 +34,15 @@ def bytes_in_4_bits(count: int) -> int:
 
 def engine_width(config: TidemillConfig) -> int:
     """Return the GPUs of one generator's engine; ConfigError if its arguments give no number."""
-    width = 1
-    for name in ("tensor_parallel_size", "pipeline_parallel_size"):
-        size = config.generator.args.get(name, 1)
-        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-            raise ConfigError(f"generator.args.{name} is {size!r}: it must be a whole number, 1 or more")
-        width *= size
-    return width
+    return math.prod(parallel_size(config, name) for name in PARALLEL_SIZES)
+
+
+def parallel_size(config: TidemillConfig, name: str) -> int:
+    """Return one of PARALLEL_SIZES; ConfigError if it is no number."""
+    size = config.generator.args.get(name, 1)
+    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+        raise ConfigError(f"generator.args.{name} is {size!r}: it must be a whole number, 1 or more")
+    return size
 
 
 @dataclass(frozen=True)
@@ -54,7 +58,7 @@ class DeviceQuota:
 
     @classmethod
     def of(cls, config: TidemillConfig) -> DeviceQuota:
-        """Return the limits that ``control.devices`` and ``supervisor.max_devices`` set."""
+        """Return the most devices that a configuration allows, and how many the trainer and each generator hold."""
         given = config.control.devices
         kinds = {scaled_role("generator", pool): one for pool, one in by_pool(config).items()}
         widths = {kind: given.get(kind) or engine_width(one) for kind, one in kinds.items()}
@@ -189,7 +193,7 @@ class ClusterLayout:
 
     @property
     def gpus(self) -> int:
-        """GPUs in use; a GPU that trainer and generators share counts once."""
+        """GPUs in use, without those of pools on machines of their own; one that both share counts once."""
         own = sum(pool.gpus for pool in self.pools) or (self.generators - self.shared) * self.generator_gpus
         return own + self.trainers
 

@@ -24,10 +24,19 @@ from deploy.planning.cards import (
     step_time,
 )
 from deploy.planning.changes import changes, layouts, rehearse_apart, size_changes
-from deploy.planning.cluster import SHARED, TYPE_BYTES, UTILIZATION, VLLM_SHARE, bytes_in_4_bits, engine_width
+from deploy.planning.cluster import (
+    SHARED,
+    TYPE_BYTES,
+    UTILIZATION,
+    VLLM_SHARE,
+    bytes_in_4_bits,
+    engine_width,
+    parallel_size,
+)
 from deploy.planning.search import place
 from schemas.config import TidemillConfig, by_pool
 from schemas.config.deploy import parse_ranges
+from schemas.config.generator import PARALLEL_SIZES
 from schemas.errors import ConfigError
 from schemas.model_folder import load_model_config
 
@@ -162,11 +171,12 @@ def describe_engine(engine: EngineSize, max_length: int) -> str:
 
 
 def _sampled(engine: EngineSize, config: TidemillConfig, card: Card) -> float | None:
-    """Return a full engine's tokens a second: its samples, of half max_length, share each reading of the weights."""
+    """Return a full engine's tokens a second: the samples of a copy, half max_length long, share each reading."""
     if engine.token is None or engine.samples is None:
         return None
     samples = min(engine.samples, config.generator.max_samples)
-    read = engine.weights + samples * engine.token * config.model.max_length / 2
+    of_copy = samples / parallel_size(config, "data_parallel_size")
+    read = engine.weights + of_copy * engine.token * config.model.max_length / 2
     return samples * card.tbps * 1e12 * BANDWIDTH / read
 
 
@@ -279,14 +289,14 @@ def size_engines(
     found, kind = {}, TYPE_BYTES[model.dtype]
     whole = (parameters - in_4_bits) * kind + bytes_in_4_bits(in_4_bits)
     for pool, share in shares.items():
-        width, tensor = engine_width(pools[pool]), int(pools[pool].generator.args.get("tensor_parallel_size", 1))
-        share, weights = share or VLLM_SHARE, whole // width
-        sample = _sample_bytes(settings, kind, tensor, width // tensor, model.max_length)
+        tensor, stages, copies = (parallel_size(pools[pool], name) for name in PARALLEL_SIZES)
+        share, weights = share or VLLM_SHARE, whole // (tensor * stages)
+        sample = _sample_bytes(settings, kind, tensor, stages, model.max_length)
         if sample is None:
             found[pool] = EngineSize(share, weights, None, None)
             continue
         room = share * card_bytes - weights - ENGINE_ACTIVATIONS
-        found[pool] = EngineSize(share, weights, sample // model.max_length, max(0, int(room // sample)))
+        found[pool] = EngineSize(share, weights, sample // model.max_length, copies * max(0, int(room // sample)))
     return found
 
 

@@ -34,6 +34,7 @@ from producers.images.settings import image_settings
 from producers.tasks import make_sampling
 from producers.workflows.base import WorkflowServices, running
 from schemas.config import TidemillConfig
+from schemas.config.generator import PARALLEL_SIZES
 from schemas.errors import OK_EXIT, ConfigError, InfraError, describe_error, first_error
 from schemas.messages.telemetry import ASLEEP, QUARANTINED
 from schemas.model_folder import find_tokens
@@ -210,16 +211,16 @@ class Generator:
 
 def engine_settings(config: TidemillConfig, name: str) -> EngineSettings:
     """Return the engine's settings for a generator, whose name is part of the seed."""
-    # generator-2 adds 2 to the seed, so that replicas sample differently; those of a pool have a seed of their own.
-    number = name.rpartition("-")[2]
-    seed = config.run.seed + crc32(config.pool.encode()) % 1_000_000
+    # Replicas sample differently: generator-2 adds 2 to the seed, a name with a pool, a node or a host a hash of it.
+    number = name.removeprefix("generator-")
+    seed = config.run.seed + (int(number) if number.isdigit() else crc32(name.encode()) % 1_000_000)
     flush_every = config.generator.flush_every
     return EngineSettings(
         model_path=config.model.path,
         dtype=config.model.dtype,
         max_length=config.model.max_length,
         max_samples=config.generator.max_samples,
-        seed=seed + (int(number) if number.isdigit() else 0),
+        seed=seed,
         trust_remote_code=config.model.trust_remote_code,
         recompute=config.generator.update == "recompute",
         report_every=flush_every and max(1, flush_every // 2),
@@ -237,7 +238,7 @@ def engine_settings(config: TidemillConfig, name: str) -> EngineSettings:
 
 def count_devices(args: Mapping[str, Any]) -> int:
     """Return the devices of an engine with these arguments; 1 where they give no number."""
-    sizes = (args.get(name, 1) for name in ("tensor_parallel_size", "pipeline_parallel_size"))
+    sizes = (args.get(name, 1) for name in PARALLEL_SIZES)
     return math.prod(size if isinstance(size, int) and size > 0 else 1 for size in sizes)
 
 

@@ -26,6 +26,9 @@ EXACT_ENGINES = ("transformers", "vllm")
 REWARDING_WORKFLOWS = ("agent", "environment", "fragments", LIVE)
 """Workflows that reward their own samples, so that no reward term is required."""
 
+PARALLEL_SIZES = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
+"""Arguments of vLLM whose product is the number of an engine's GPUs."""
+
 
 class SamplingConfig(Section):
     """Sampling of completions."""

@@ -7,6 +7,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+from schemas.config.generator import PARALLEL_SIZES
 from schemas.errors import ConfigError
 
 OURS = {
@@ -29,8 +30,6 @@ _OURS = {
     "max_lora_rank": "it follows from trainer.lora.rank",
 }
 
-_PARALLEL = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
-
 
 def check_names_of_arguments(args: dict[str, Any]) -> None:
     """Raise ConfigError for an argument that the installed vLLM does not know, or that users can't set."""
@@ -41,7 +40,7 @@ def check_names_of_arguments(args: dict[str, Any]) -> None:
 
 def check_machine(arguments: dict[str, Any], on_cpu: bool, devices: int) -> None:
     """Raise ConfigError for arguments that this machine can't follow: too few devices, or a CPU that compiles."""
-    sizes = {name: int(arguments.get(name) or 1) for name in _PARALLEL}
+    sizes = {name: int(arguments.get(name) or 1) for name in PARALLEL_SIZES}
     asked = ", ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
     if asked and on_cpu:
         raise ConfigError(f"generator.args: {asked}: vLLM on a CPU runs in one process; start more generators instead")

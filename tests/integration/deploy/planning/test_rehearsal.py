@@ -266,6 +266,8 @@ def test_an_engine_has_keys_and_values_of_each_layer(tmp_path: Path) -> None:
     assert found.samples > 100
     assert engine(tmp_path, QWEN_7B, tensor_parallel_size=8).token == 2 * 28 * 128 * 4
     assert engine(tmp_path, QWEN_7B, pipeline_parallel_size=2).token == 2 * 14 * 4 * 128 * 4
+    copies = engine(tmp_path, QWEN_7B, data_parallel_size=2)
+    assert (copies.token, copies.weights, copies.samples) == (found.token, found.weights, 2 * found.samples)
 
 
 def test_a_window_keeps_no_more_than_its_tokens(tmp_path: Path) -> None:
@@ -341,6 +343,8 @@ def test_generators_of_pools_have_cards_and_sizes_of_their_own(tmp_path: Path) -
     assert trainer_ranks(config, 8) == 2
     with pytest.raises(ConfigError, match=r"--gpus 6 is too few: .* and the generators 6"):
         trainer_ranks(config, 6)
+    copies = {"generator": {"args": {"tensor_parallel_size": 2, "data_parallel_size": 2}}}
+    assert trainer_ranks(parse_config({**values, "pools": {"wide": copies, "small": small}}), 8) == 2
     found = size_engines(by_pool(config), 7_615_616_512, CARDS["h100"].memory, shared=False)
     assert found["wide"].token == 2 * 28 * 128 * 4
     assert found["small"].token == 2 * 28 * 4 * 128 * 4
