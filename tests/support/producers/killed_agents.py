@@ -10,11 +10,10 @@ import asyncio
 import json
 import os
 import signal
-import string
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import msgspec
@@ -24,7 +23,7 @@ from broker.client import Broker
 from broker.connection.connection import Connection
 from broker.connection.embedded import EmbeddedServer
 from broker.connection.keys import Keys
-from producers.engines.base import Completion, ProgressCallback, PromptImage
+from producers.engines.base import Completion, EngineSettings, ProgressCallback, PromptImage
 from producers.engines.scripted import ScriptedEngine
 from schemas.config import BrokerConfig, save_config
 from schemas.messages import Sampling, Trajectory
@@ -57,7 +56,13 @@ def run(task, base_url, episode):
 
 
 class LoggingEngine(ScriptedEngine):
-    """The scripted engine, which writes down what it is asked. A call is known by its seed, see ``play``."""
+    """The scripted engine, which writes down what it is asked. A call is known by its seed, see ``play``.
+
+    All generators answer alike, whatever their names make of the engine's seed.
+    """
+
+    def __init__(self, settings: EngineSettings) -> None:
+        super().__init__(replace(settings, seed=0))
 
     async def generate(
         self,
@@ -149,7 +154,7 @@ def play(
     log.touch()
     in_flight, slowest = 0, 0.0
     for end in range(ends + 1):
-        name = "g-" + "".join(string.ascii_lowercase[int(digit)] for digit in str(end))
+        name = f"generator-{end}"
         before = len(_lines(log))
         process = start_service("generator", folder / "config.yaml", name, url, **{LOG: str(log)})
         try:
