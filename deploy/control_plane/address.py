@@ -7,6 +7,7 @@ import socket
 import stat
 from collections.abc import Mapping
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from schemas.errors import ConfigError
 from schemas.run_folder import ADDRESS, CONTROL_TOKEN, read_object
@@ -24,8 +25,9 @@ def announce(folder: Path, url: str) -> None:
     """Write the URL into the run's folder, with the process that listens; a folder that can't be written is logged."""
     file = folder / ADDRESS
     own = os.getpid()
+    process = {"pid": own, "started": find_start(own), "place": find_place()}
     try:
-        atomic_write(file, json.dumps({"url": url, "pid": own, "started": find_start(own), "place": find_place()}))
+        atomic_write(file, json.dumps({"url": url, "url_elsewhere": _url_elsewhere(url), **process}))
     except OSError as error:
         # Imported here: those who only look for the address load no logging.
         import structlog
@@ -34,12 +36,28 @@ def announce(folder: Path, url: str) -> None:
 
 
 def address_of(folder: Path) -> str | None:
-    """Return the URL of the run's control plane, with a slash at its end; None if none is written or it has ended."""
+    """Return the URL of the run's control plane, with a slash at its end; None if none is written or it has ended.
+
+    None, too, if it listens on the loopback of another machine.
+    """
     # Once the process has ended, another user's program may have its port, and would be sent the token.
     found = read_object(folder / ADDRESS)
     url, pid, place = found.get("url"), found.get("pid"), found.get("place")
-    ended = place and place == find_place() and isinstance(pid, int) and find_start(pid) != found.get("started")
+    here = find_place()
+    ended = place and place == here and isinstance(pid, int) and find_start(pid) != found.get("started")
+    if str(place or "").partition(":")[0] != here.partition(":")[0]:
+        # Another boot. On its own loopback this machine has other programs, which would be sent the token.
+        url = found.get("url_elsewhere")
     return None if url is None or ended else str(url)
+
+
+def _url_elsewhere(url: str) -> str | None:
+    """Return the URL by which other machines reach the listener at ``url``; None if it is on loopback."""
+    parts = urlsplit(url)
+    host = parts.hostname or ""
+    if is_loopback(host):
+        return None
+    return f"http://{socket.gethostname()}:{parts.port}/" if host in ("0.0.0.0", "::") else url
 
 
 def make_token(folder: Path) -> str:

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import socket
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -217,8 +218,29 @@ def test_the_address_of_a_killed_control_plane_is_gone_and_its_token_is_sent_now
     assert address_of(folder) is None, "a later process has its number"
     with pytest.raises(NoControlPlane):
         connect("mine", None)
-    (folder / "control.json").write_text(json.dumps(known | {"pid": ended, "place": "another machine"}))
-    assert address_of(folder) == url, "unknown here"
+    boot = known["place"].partition(":")[0]
+    (folder / "control.json").write_text(json.dumps(known | {"pid": ended, "place": f"{boot}:1"}))
+    assert address_of(folder) == url, "in another container of this machine, whose processes are unknown here"
+
+
+@pytest.mark.parametrize(
+    ("url", "seen"),
+    [
+        ("http://127.0.0.1:8642/", None),
+        ("http://[::1]:8642/", None),
+        ("http://0.0.0.0:8642/", f"http://{socket.gethostname()}:8642/"),
+        ("http://[::]:8642/", f"http://{socket.gethostname()}:8642/"),
+        ("http://10.0.0.7:8642/", "http://10.0.0.7:8642/"),
+    ],
+)
+def test_another_machine_is_sent_to_the_control_planes_machine_and_never_to_itself(
+    tmp_path: Path, url: str, seen: str | None
+) -> None:
+    announce(tmp_path, url)
+    assert address_of(tmp_path) == url
+    known = json.loads((tmp_path / "control.json").read_text())
+    (tmp_path / "control.json").write_text(json.dumps(known | {"place": "another-boot:1"}))
+    assert address_of(tmp_path) == seen
 
 
 def client_of(config: ControlConfig, peer: str, forwarded: str) -> str:
