@@ -14,7 +14,7 @@ from broker.client import Broker
 from broker.flow.run_control import ControlState
 from deploy.supervisor.supervisor import RunOutcome, Supervisor
 from schemas.control_api.orders import ROOM, on_node
-from schemas.errors import ConfigError, TidemillError
+from schemas.errors import ConfigError, InfraError, TidemillError
 
 BY = "tidemill up"
 
@@ -76,7 +76,7 @@ class CommandFollower:
                 if replicas > self.supervisor.replicas(role) and (problem := self.refuse(orders.replicas)):
                     raise ConfigError(problem)
                 self.supervisor.scale(role, replicas)
-            except ConfigError as error:
+            except (ConfigError, InfraError) as error:
                 log.warning("cannot scale", role=role, replicas=replicas, error=str(error))
             self._done[name] = number
         # A broker that lost its data counts from 0 again.

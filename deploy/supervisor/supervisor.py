@@ -222,7 +222,7 @@ class Supervisor:
                 self._kill(service)
             may_start = not self._stopping or service.spec.name in self._kept
             if service.lifecycle.state is State.WAITING and now >= service.lifecycle.due and may_start:
-                self._start(service, now)
+                self._restart(service, now)
         if now >= self._logs_due:
             self._logs_due = now + LOGS_EVERY_S
         if now < self._sweep_until:
@@ -289,6 +289,15 @@ class Supervisor:
         service.lifecycle.started(now)
         self._on_change(Change(service.spec.name, "restarted" if again else "started"))
 
+    def _restart(self, service: _Service, now: float) -> None:
+        try:
+            self._start(service, now)
+        except InfraError as error:
+            # The machine may lack memory or processes for a while: this is one more failure of this service alone.
+            service.lifecycle.started(now)
+            service.lifecycle.exited(ERROR_EXIT, now)
+            self._note_failure(service, Exit(ERROR_EXIT), now, str(error))
+
     def _collect(self, service: _Service, now: float) -> None:
         ended = service.process.poll() if service.process else None
         if ended is None:
@@ -311,9 +320,9 @@ class Supervisor:
         else:
             self._on_change(Change(service.spec.name, str(state)))
 
-    def _note_failure(self, service: _Service, ended: Exit, now: float) -> None:
+    def _note_failure(self, service: _Service, ended: Exit, now: float, line: str = "") -> None:
         lifecycle = service.lifecycle
-        line = last_error(service.log, service.log_start, ended.code)
+        line = line or last_error(service.log, service.log_start, ended.code)
         failure = ServiceFailure(service.spec.name, ended, now, service.rank, line, service.log)
         if lifecycle.failing_since == now or service.failure is None:
             service.failure = failure

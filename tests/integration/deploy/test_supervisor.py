@@ -18,7 +18,7 @@ from deploy.supervisor.restart_policy import State
 from deploy.supervisor.services import Change, ServiceSpec
 from deploy.supervisor.supervisor import RunOutcome, Supervisor
 from schemas.config import SupervisorConfig
-from schemas.errors import CONFIG_EXIT, ConfigError
+from schemas.errors import CONFIG_EXIT, ConfigError, InfraError
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 
@@ -92,13 +92,13 @@ def token(tmp_path: Path) -> Iterator[str]:
 class Rig:
     """A supervisor whose services carry the token."""
 
-    def __init__(self, folder: Path, token: str, **policy: float) -> None:
+    def __init__(self, folder: Path, token: str, starter: Processes | None = None, **policy: float) -> None:
         self.folder = folder
         self.token = token
         self.changes: list[Change] = []
         self.on_change: Callable[[Change], object] = lambda change: None
         config = SupervisorConfig.model_validate({"backoff_s": 0.02, "grace_s": 10, **policy})
-        self.supervisor = Supervisor(config, folder / "logs", self._note)
+        self.supervisor = Supervisor(config, folder / "logs", self._note, starter)
 
     def _note(self, change: Change) -> None:
         self.changes.append(change)
@@ -469,3 +469,27 @@ def test_a_replica_for_which_there_is_no_room_is_refused_and_the_run_goes_on(tmp
             supervisor.scale("generator", 2)
         assert supervisor.poll() is None
         assert [s.name for s in supervisor.services] == ["generator-0"]
+
+
+def test_a_restart_that_this_machine_has_no_room_for_is_retried_and_the_run_goes_on(tmp_path: Path, token: str) -> None:
+    class Short(Processes):
+        starts = 0
+
+        def start(self, argv: Any, name: str, *rest: Any) -> Process:
+            self.starts += name == "reward"
+            if self.starts in (2, 3):
+                raise InfraError(f"cannot start {name}: Resource temporarily unavailable")
+            return super().start(argv, name, *rest)
+
+    rig = Rig(tmp_path, token, starter=Short())
+    with rig.supervisor as supervisor:
+        supervisor.add(rig.spec("reward", family()))
+        rig.run_until("the service", lambda: "ready" in rig.log("reward"))
+        os.kill(rig.pid("reward"), signal.SIGKILL)
+        rig.run_until("its second life", lambda: rig.log("reward").count("ready") == 2)
+        assert supervisor.services[0].restarts == 3
+    assert rig.texts("reward").count("restarted") == 1
+    failed = [text for text in rig.texts("reward") if "Resource temporarily unavailable" in text]
+    assert [text.partition(" in ")[0] for text in failed] == [
+        f"exit code 1: cannot start reward: Resource temporarily unavailable; restart {restart}" for restart in (2, 3)
+    ]

@@ -4,6 +4,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,7 +20,7 @@ from deploy.run.up import SupervisedRun
 from deploy.supervisor import restart_policy
 from deploy.supervisor.commands import CommandFollower
 from deploy.supervisor.events import KEPT, TimelineWriter
-from deploy.supervisor.process import Processes
+from deploy.supervisor.process import Process, Processes
 from deploy.supervisor.restart_policy import State
 from deploy.supervisor.services import Change, ServiceSpec
 from deploy.supervisor.supervisor import Supervisor
@@ -204,6 +205,24 @@ def test_an_order_beyond_the_quota_is_not_followed(broker: Broker, tmp_path: Pat
             broker.run_control.scale("generator", ordered, "ann")
             commands.follow(broker.run_control.read())
             assert supervisor.replicas("generator") == running
+
+
+def test_an_order_for_which_no_process_can_be_started_ends_no_run(broker: Broker, tmp_path: Path) -> None:
+    class Full(Processes):
+        def start(self, argv: Any, name: str, *rest: Any) -> Process:
+            if name == "generator-1":
+                raise InfraError(f"cannot start {name}: Resource temporarily unavailable")
+            return super().start(argv, name, *rest)
+
+    argv = [sys.executable, "-c", "import time; time.sleep(600)"]
+    with Supervisor(SupervisorConfig(), tmp_path / "logs", starter=Full()) as supervisor:
+        commands = CommandFollower(supervisor, broker)
+        commands.begin({"generator": 1})
+        supervisor.add_role("generator", lambda i: ServiceSpec(f"generator-{i}", argv, role="generator"), 1)
+        broker.run_control.scale("generator", 2, "ann")
+        commands.follow(broker.run_control.read())
+        assert supervisor.poll() is None
+        assert supervisor.replicas("generator") == 1
 
 
 def test_a_machine_follows_the_orders_to_it_and_ends_with_no_run(broker: Broker, tmp_path: Path) -> None:
