@@ -133,7 +133,7 @@ class Local(Processes):
         return process
 
     def tick(self, scaler: Scaler, status: RunStatus | None) -> None:
-        for name in self._silent.look(time.time()) if self._silent is not None else ():
+        for name in self._silent.look(time.monotonic()) if self._silent is not None else ():
             logger.warning("killed: it was silent with GPUs that it shares", service=name, silent_s=SILENT_S)
             if (process := self._holders.get(name)) is not None:
                 process.kill()

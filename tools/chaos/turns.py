@@ -34,7 +34,7 @@ class SharedGpu:
 
     def overdue(self) -> set[str]:
         """Return the services that are silent with the GPU."""
-        return self._silent.look(time.time())
+        return self._silent.look(time.monotonic())
 
     def holder(self) -> int | None:
         """Return the process that had memory last, and may have it still."""

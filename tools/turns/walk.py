@@ -172,7 +172,7 @@ class Walk:
             process.join(10)
 
     def _tick(self, silent: silent_holders.SilentHolders, now: float) -> None:
-        for name in silent.look(time.time()):
+        for name in silent.look(time.monotonic()):
             self._counts["silent"] += 1
             self._kill("trainer-0" if name == "trainer" else name)
         for name, (since, until) in list(self._stopped.items()):

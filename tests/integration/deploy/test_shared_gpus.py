@@ -116,7 +116,7 @@ def test_a_trainer_that_is_stopped_in_any_state_is_found_if_others_wait_for_it_a
 
         def look() -> bool:
             toucher.touch()
-            found.append(silent.look(time.time()))
+            found.append(silent.look(time.monotonic()))
             return bool(found[-1])
 
         if state == "away":
