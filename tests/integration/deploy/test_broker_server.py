@@ -1,4 +1,7 @@
-"""``tidemill broker``: a server that other machines reach, with a password, which keeps what it stored."""
+"""``tidemill broker``: a server that other machines reach, with a password, which keeps what it stored.
+
+Also how `tidemill up` waits for the server of its own.
+"""
 
 import shutil
 import signal
@@ -16,6 +19,11 @@ import redis
 from broker.connection.connection import open_client
 from broker.connection.embedded import EmbeddedServer
 from deploy.client import find
+from deploy.run import up
+from deploy.run.up import SupervisedRun
+from deploy.supervisor.process import Processes
+from deploy.supervisor.supervisor import Supervisor
+from tests.support.configurations import minimal_config
 from tests.support.runs.programs import free_port
 
 DEADLINE_S = 60.0
@@ -125,3 +133,24 @@ def test_a_port_that_is_taken_is_an_error(port: int, serve: Serve) -> None:
         assert process.wait(DEADLINE_S) == 1
         assert process.stderr is not None
         assert "the broker's server ended" in process.stderr.read()
+
+
+def test_a_run_waits_for_an_embedded_broker_as_long_as_it_says_that_it_loads_its_data(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = minimal_config(run={"name": "slow", "folder": str(tmp_path / "run")}, model={"path": "nowhere"})
+    with EmbeddedServer(config.folder / "broker") as server:
+        pipeline = open_client(server.url).pipeline()
+        for number in range(8192):
+            pipeline.set(f"key-{number}", number)
+        pipeline.execute()
+    command = EmbeddedServer.command
+    # More than four seconds for all keys.
+    monkeypatch.setattr(EmbeddedServer, "command", lambda self: [*command(self), "--key-load-delay", "500"])
+    monkeypatch.setattr(up, "BROKER_DEADLINE_S", 2.0)
+    monkeypatch.setenv("REDIS_URL", "")
+    with Supervisor(config.supervisor, config.folder / "logs") as supervisor:
+        run = SupervisedRun(config, tmp_path / "config.yaml", Processes())
+        assert run._start_broker(supervisor) is None
+        assert open_client(run.environment["REDIS_URL"]).dbsize() == 8192
+        supervisor.stop()
