@@ -102,10 +102,14 @@ def check_gpu(file: Path, overrides: Sequence[str], config: TidemillConfig, rank
 
 def check_devices(file: Path, overrides: Sequence[str], count: int) -> list[Finding]:
     """Make the checks of ``doctor --ranks`` with ``count`` ranks, in processes that then have no memory here."""
-    argv = command("doctor", str(file), *overrides, f"trainer.processes={count}", "--ranks", "--json")
+    changed = (f"trainer.processes={count}", "placement=null")
+    argv = command("doctor", str(file), *overrides, *changed, "--ranks", "--json")
     try:
         done = subprocess.run(argv, capture_output=True, text=True, timeout=RANKS_S, check=False)
-        return [Finding(**found) for found in json.loads(done.stdout)]
+        answer = json.loads(done.stdout)
+        if isinstance(answer, list):
+            return [Finding(**found) for found in answer]
+        text = answer["error"]
     except subprocess.TimeoutExpired:
         text = f"{count} ranks have not ended within {RANKS_S:.0f} s"
     except ValueError:

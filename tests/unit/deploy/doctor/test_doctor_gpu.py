@@ -152,6 +152,10 @@ def test_an_engine_without_sleep_is_told_so(monkeypatch: pytest.MonkeyPatch) -> 
     ("code", "found"),
     [
         ("""print('[{"name": "products", "level": "ok", "text": "right"}]')""", Finding("products", "ok", "right")),
+        (
+            """print('{"error": "trainer.x is wrong", "exit_code": 2}')""",
+            Finding("ranks", "fail", "trainer.x is wrong"),
+        ),
         ("raise SystemExit('tidemill: no two ranks met')", Finding("ranks", "fail", "tidemill: no two ranks met")),
         ("import os; os._exit(7)", Finding("ranks", "fail", "exit code 7")),
         ("import time; time.sleep(600)", Finding("ranks", "fail", "2 ranks have not ended within 2 s")),
@@ -171,7 +175,8 @@ def test_what_ranks_of_their_own_find_is_taken_over(
     (one,) = check_devices(tmp_path / "my.yaml", ["run.seed=3"], 2)
     assert (one.name, one.level, one.text) == (found.name, found.level, found.text)
     assert bool(one.advice) == (one.level == "fail")
-    assert asked == ["doctor", str(tmp_path / "my.yaml"), "run.seed=3", "trainer.processes=2", "--ranks", "--json"]
+    overrides = ["run.seed=3", "trainer.processes=2", "placement=null"]
+    assert asked == ["doctor", str(tmp_path / "my.yaml"), *overrides, "--ranks", "--json"]
 
 
 def test_all_checks_of_an_engine_have_one_deadline() -> None:
