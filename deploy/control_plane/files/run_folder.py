@@ -72,7 +72,8 @@ class RunFolder:
             return None
         summary, last = self.summary, last_line(self.path / METRICS, "step")
         settings = _raw_settings(self.path / CONFIG)
-        planned = summary.get("trainer_steps") or settings.get("trainer.steps")
+        # Anything may be in a file of this name.
+        planned, tags = summary.get("trainer_steps") or settings.get("trainer.steps"), settings.get("run.tags")
         state, cause = run_state(self.path, summary, max(updated))
         evaluations = [one for one in read_evaluations(self.path) if one.mean is not None]
         before = next((one for one in evaluations if one.version == 0), None)
@@ -92,9 +93,9 @@ class RunFolder:
             heldout_version=newest.version if newest else None,
             wall_s=number(last.get("wall_s")),
             updated=max(updated),
-            model=settings.get("model.path"),
-            tags=settings.get("run.tags") or [],
-            notes=settings.get("run.notes"),
+            model=_text(settings.get("model.path")),
+            tags=[tag for tag in tags if isinstance(tag, str)] if isinstance(tags, list) else [],
+            notes=_text(settings.get("run.notes")),
             live=address_of(self.path),
         )
 
@@ -207,6 +208,10 @@ def _raw_settings(file: Path) -> dict[str, Any]:
     except (OSError, ValueError, yaml.YAMLError):
         return {}
     return flatten(found) if isinstance(found, dict) else {}
+
+
+def _text(value: Any) -> str | None:
+    return value if isinstance(value, str) else None
 
 
 def _whole(value: Any) -> int:

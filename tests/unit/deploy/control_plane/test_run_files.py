@@ -77,6 +77,22 @@ def test_a_run_is_running_while_its_process_lives(tmp_path: Path) -> None:
     assert (head.state, head.heldout_reward) == ("unknown", 0.75)
 
 
+@pytest.mark.parametrize(
+    ("settings", "tags"),
+    [
+        ("run: {tags: seed-1, notes: [1]}", []),
+        ("run: {tags: [1, ours], notes: 5}\nmodel: {path: [a]}", ["ours"]),
+    ],
+)
+def test_a_configuration_of_something_else_spoils_no_list_of_runs(
+    tmp_path: Path, settings: str, tags: list[str]
+) -> None:
+    (tmp_path / "config.yaml").write_text(settings)
+    head = RunFolder(tmp_path).head()
+    assert head is not None
+    assert (head.model, head.tags, head.notes) == (None, tags, None)
+
+
 def test_before_is_version_0_or_nothing(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run", state="")
     lines = (folder / "evaluations.jsonl").read_text().splitlines()
