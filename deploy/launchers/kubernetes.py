@@ -66,6 +66,8 @@ class Kubernetes(KubernetesOptions):
         data, named = _portable(config, [Path(file) for file in self.extra_files or ()])
         values = self._values(config, data, named) if self.helm else None
         folder = Path(self.folder or config.folder / "kubernetes").resolve()
+        if values is None:
+            _refuse_own(folder, config, named)
         folder.mkdir(parents=True, exist_ok=True)
         if values is not None:
             path = _write(folder / "values.yaml", values)
@@ -393,6 +395,13 @@ def _portable(config: TidemillConfig, extra: Sequence[Path]) -> tuple[dict[str, 
             f" largest, {largest}, into the volume, and name it by its path below {RUNS}"
         )
     return data, list(named.values())
+
+
+def _refuse_own(folder: Path, config: TidemillConfig, named: Sequence[Path]) -> None:
+    """Raise ConfigError for the folder of the user's configuration or files, which would be overwritten."""
+    found = "your configuration" if folder == config.base.resolve() else ""
+    if found := next((path.name for path in named if path.parent == folder), found):
+        raise ConfigError(f"--folder {folder} has {found}, which the pods' files would replace: choose another folder")
 
 
 class _Blocks(yaml.SafeDumper):

@@ -214,6 +214,21 @@ def test_what_cannot_work_writes_nothing(file: Path, overrides: list[str], optio
     assert not folder.exists()
 
 
+@pytest.mark.parametrize("named", ["", "more/notes.txt"])
+def test_the_folder_of_your_own_files_is_refused_and_they_stay(file: Path, named: str) -> None:
+    own = file.rename(file.with_name("config.yaml"))
+    before, folder = own.read_bytes(), (file.parent / named).parent if named else file.parent
+    folder.mkdir(exist_ok=True)
+    if named:
+        (file.parent / named).touch()
+    seen = sorted(folder.iterdir())
+    launcher = Kubernetes(folder=folder, extra_files=[str(file.parent / named)] if named else [])
+    with pytest.raises(ConfigError, match=rf"^--folder {folder} has .*: choose another folder$"):
+        launcher.prepare(load_config(own, environment={}))
+    assert own.read_bytes() == before
+    assert sorted(folder.iterdir()) == seen
+
+
 def test_files_that_no_config_map_holds_are_named(file: Path) -> None:
     (file.parent / "prompts.jsonl").write_text(" " * (MAX_FILES + 1))
     with pytest.raises(ConfigError, match=r"put the largest, .*prompts\.jsonl, into the volume"):
