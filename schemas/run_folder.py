@@ -52,7 +52,7 @@ FILES = frozenset(
         *(CONFIG, LOCK, SUMMARY, PLOT, METRICS, TRAINED, EVALUATIONS, SAMPLES, RESOURCES, ALERTS, ENVIRONMENT),
         *(ADDRESS, CONTROL_TOKEN, CHECKPOINTS, DEVICES, LOGS, NODES, PYTHON),
         *("redis_url", "model", "batches", "exports", "replay_buffer", "weights", "cache", "broker"),
-        *("trackers", "profiles", "slurm"),
+        *("trackers", "profiles", "slurm", "kubernetes"),
     }
 )
 """Names in a run's folder that are ours: docs/operations.md, "Files of a run"."""

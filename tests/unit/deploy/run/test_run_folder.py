@@ -53,7 +53,7 @@ def test_fresh_deletes_what_is_a_runs_and_nothing_else(tmp_path: Path) -> None:
     config = configuration(run)
     claim_folder(config)
     (run / "up.lock").touch()
-    for name in ("logs", "src", ".git", "exports"):
+    for name in ("logs", "src", ".git", "exports", "kubernetes"):
         (run / name).mkdir()
         (run / name / "file").touch()
     ours = ("config.yaml", "config.yaml.2", "summary.json.1", "metrics.jsonl", ".config.yaml.writing")
