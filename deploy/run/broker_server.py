@@ -4,7 +4,6 @@ Promises: who reads the file with its URL finds a server that answers; the passw
 no command line; nothing is left behind when this process ends.
 """
 
-import fcntl
 import os
 import secrets
 import socket
@@ -17,6 +16,7 @@ import redis
 
 from broker.connection.connection import open_client
 from broker.connection.embedded import find_running, find_server
+from deploy.run.folder import try_lock
 from deploy.supervisor.process import Process
 from schemas.config import TidemillConfig
 from schemas.errors import OK_EXIT, ConfigError, InfraError
@@ -110,9 +110,7 @@ def _sole_user(folder: Path) -> Iterator[None]:
     if find_running(folder):
         raise ConfigError(f"`tidemill up` has a broker in {folder}: stop it first")
     with (folder / "lock").open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise ConfigError(f"another `tidemill broker` uses {folder}: stop it first") from None
+        if not try_lock(lock, folder):
+            raise ConfigError(f"another `tidemill broker` uses {folder}: stop it first")
         os.set_inheritable(lock.fileno(), False)
         yield

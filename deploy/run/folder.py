@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from broker.client import Broker
 from broker.connection.connection import check_server_now, find_url
@@ -38,18 +38,29 @@ def sole_user(folder: Path) -> Iterator[None]:
     """Lock the run's folder: only one ``tidemill up`` may use it; the lock goes with the process, however it ends."""
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / LOCK).open("a+", encoding="utf-8") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not try_lock(lock, folder):
             lock.seek(0)
             holder = lock.read().strip() or "since just now"
             raise InfraError(
                 f"another `tidemill up` uses the folder {folder} ({holder}): stop it, or give this run another run.name"
-            ) from None
+            )
         lock.truncate(0)
         lock.write(f"process {os.getpid()} on {socket.gethostname()} since {time.strftime('%Y-%m-%d %H:%M')}\n")
         lock.flush()
         yield
+
+
+def try_lock(file: IO[str], folder: Path) -> bool:
+    """Lock a file of ``folder`` until it is closed; False if another process has it, ConfigError if none can."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        raise ConfigError(
+            f"run.folder must be on a file system with locks: a file in {folder} cannot be locked: {error.strerror}"
+        ) from error
+    return True
 
 
 def is_finished(folder: Path, steps: int) -> bool:
@@ -191,11 +202,7 @@ def _server_runs(folder: Path) -> bool:
     if not (folder / "lock").is_file():
         return False
     with (folder / "lock").open("a") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-    return False
+        return not try_lock(lock, folder)
 
 
 def _shown(name: str, value: Any) -> str:

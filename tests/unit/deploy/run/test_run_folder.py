@@ -1,5 +1,6 @@
 """What ``tidemill up`` finds in a run's folder: deleted is only what is ours, and earlier attempts are kept aside."""
 
+import errno
 import fcntl
 import json
 import os
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from deploy.run.broker_server import run_broker
 from deploy.run.folder import forget_run, is_finished, keep_aside, refuse_foreign, settle_configuration, sole_user
 from schemas.config import TidemillConfig
 from schemas.errors import ConfigError, InfraError
@@ -73,6 +75,24 @@ def test_a_folder_in_use_is_refused_with_who_uses_it(tmp_path: Path) -> None:
         pass
     with sole_user(tmp_path):
         assert (tmp_path / "up.lock").read_text().count("process") == 1
+
+
+def test_a_file_system_without_locks_is_not_one_in_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_locks(*_: Any) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    (tmp_path / "broker").mkdir()
+    (tmp_path / "broker" / "lock").touch()
+    (tmp_path / "up.lock").touch()
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    config = configuration(tmp_path)
+    for use in (
+        lambda: sole_user(tmp_path).__enter__(),
+        lambda: forget_run(config),
+        lambda: run_broker(config, None, 0, None),
+    ):
+        with pytest.raises(ConfigError, match=r"^run\.folder must be on .* cannot be locked: No locks available$"):
+            use()
 
 
 def test_fresh_spares_the_data_of_a_server_that_runs(tmp_path: Path) -> None:
