@@ -49,7 +49,7 @@ def launch(processes: int, arguments: Sequence[str], grace_s: float, machines: M
     # What it has to say is in the exit codes, and would hide what the ranks say.
     logging.disable(logging.ERROR)
     # Without it the launcher gives each rank one thread, and says so at length.
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // processes)))
     options = ["--nproc-per-node", str(processes), "--shutdown-timeout", str(max(1, int(grace_s)))]
     where = ["--standalone"]
     if machines is not None:

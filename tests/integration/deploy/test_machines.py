@@ -1,5 +1,7 @@
 """A trainer on several machines, started by `tidemill trainer` on each: exit codes are those of one process."""
 
+import logging
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -21,6 +23,22 @@ from deploy.services.torchrun import Machines, launch
 
 sys.exit(launch(1, sys.argv[3:], 5, Machines(2, int(sys.argv[1]), sys.argv[2])))
 """
+
+
+def test_ranks_share_the_cores_that_this_process_may_use_and_not_all_of_the_machine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Slurm and containers give a part of them."""
+    import torch.distributed.run
+
+    monkeypatch.setenv("OMP_NUM_THREADS", "")
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    monkeypatch.setattr(logging, "disable", lambda _: None)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(6)))
+    monkeypatch.setattr(os, "cpu_count", lambda: 64)
+    monkeypatch.setattr(torch.distributed.run, "run", lambda _: None)
+    assert torchrun.launch(2, ["--version"], 5) == OK_EXIT
+    assert os.environ["OMP_NUM_THREADS"] == "3"
 
 
 @pytest.mark.parametrize(
