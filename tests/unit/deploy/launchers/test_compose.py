@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from broker.connection.acl import ROLES
+from deploy.control_plane.status.scaling import scale_command
 from tests.support.runs.command_line import command_names
 from tests.support.runs.programs import find_program
 
@@ -89,6 +90,13 @@ def test_services_run_commands_that_exist_on_a_configuration_that_exists(compose
         assert command == name.removesuffix("-gpu")
         assert command in commands
         assert (ROOT / config).is_file()
+
+
+def test_the_command_that_scales_generators_names_the_service_of_each_profile(compose: dict[str, Any]) -> None:
+    hint = compose["services"]["control"]["environment"]["TIDEMILL_CONTROL__SCALE_HINT"]
+    command = scale_command(hint, "generator", "3")
+    services = {name for name in compose["services"] if name.startswith("generator")}
+    assert services == {name.strip(",()") for name in command.split() if name.startswith("generator")} - {"generator=3"}
 
 
 def test_services_have_no_rights_that_they_do_not_need(compose: dict[str, Any]) -> None:
