@@ -112,7 +112,7 @@ class AgentEpisode:
             return await self._end(session, result, verdict)
 
     async def _run_agent(self, session: Session, attempt: int) -> AgentResult | None:
-        """Run the agent to its end; None if the episode must be handed over."""
+        """Run the agent to its end; None if the episode must be handed over. InfraError if the engine has failed."""
         task = self._rollout.task
         job = AgentJob(
             episode_id=f"{task.task_id}-{self._index}",
@@ -127,6 +127,11 @@ class AgentEpisode:
         waits = [asyncio.ensure_future(event.wait()) for event in signs]
         try:
             await asyncio.wait({running, *waits}, return_when=asyncio.FIRST_COMPLETED)
+            if session.broken is not None:
+                # Whatever the agent makes of it, its sample can succeed elsewhere.
+                if self._rollout.interrupted.is_set():
+                    return None
+                raise session.broken
             if running.done():
                 return running.result()
             if session.finished.is_set():

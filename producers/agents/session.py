@@ -28,7 +28,7 @@ from producers.conversation.parsing.answers import ParsedAnswer
 from producers.conversation.parsing.factory import AnswerParser
 from producers.engines.base import Completion, Engine
 from producers.tokenizer import HfTokenizer
-from schemas.errors import DataError
+from schemas.errors import DataError, InfraError
 from schemas.messages import FinishReason, Partial, Sampling
 
 ENDED = "the episode is over: its sample is finished, or another process has it"
@@ -67,8 +67,9 @@ class Session:
 
     limit: the limit that the agent has reached, so that its end is an outcome and not a failure; None: no limit. note:
     RolloutContext's ``note``, for this sample. interrupted: set when a request was aborted, so the episode must be
-    handed over. finished: set when the agent declared the end. notes: results of its side effects, for its next
-    attempt. busy_s: seconds in which a request was under way. begun: how many calls began or extended a row, by reason.
+    handed over. broken: the engine's failure, if it has failed. finished: set when the agent declared the end. notes:
+    results of its side effects, for its next attempt. busy_s: seconds in which a request was under way. begun: how many
+    calls began or extended a row, by reason.
     """
 
     def __init__(
@@ -94,6 +95,7 @@ class Session:
         self.begun: Counter[str] = Counter()
         self.limit: FinishReason | None = None
         self.interrupted = asyncio.Event()
+        self.broken: InfraError | None = None
         self.reward: float | None = None
         self.metrics: dict[str, float] = {}
         self.finished = asyncio.Event()
@@ -346,7 +348,12 @@ class Session:
                 )
                 jobs = [generate(n=len(fresh))] if fresh else []
                 jobs += [generate(prefix=recorded[k].tokens.numpy().tolist()) for k in growing]
-                results = [completion for part in await asyncio.gather(*jobs) for completion in part]
+                try:
+                    results = [completion for part in await asyncio.gather(*jobs) for completion in part]
+                except InfraError as error:
+                    self.broken = error
+                    self.interrupted.set()
+                    raise
                 self.counts.engine_s += time.monotonic() - begun
                 self.note("chat", "", begun, sum(len(completion.tokens) for completion in results))
             for k, completion in zip([*fresh, *growing], results, strict=True):

@@ -1,27 +1,38 @@
 """The session of one episode: what is sampled, recorded and kept of an agent's calls, whatever becomes of them."""
 
 import asyncio
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from producers.agents.capacity import EngineCapacity
+from producers.agents.episode import AgentEpisode, EpisodeServices
+from producers.agents.outcomes import FailureAlarm
 from producers.agents.protocol import CallRequest, SessionError
 from producers.agents.session import PolicyHandle, Session
+from producers.agents.sessions import Sessions
+from producers.agents.workers.notes import Notes
+from producers.agents.workers.protocol import AgentJob, AgentResult
 from producers.conversation import conversation
 from producers.conversation.chat_template import ChatTemplate
 from producers.conversation.conversation import Conversation
 from producers.conversation.images import EpisodeImages, ImageLimits
 from producers.conversation.parsing.factory import AnswerParser
+from producers.engines.base import Engine
 from producers.tokenizer import HfTokenizer
-from producers.workflows.base import SaveDone
+from producers.workflows.base import RolloutContext, SaveDone
+from producers.workflows.trajectory_builder import SampledCompletion
+from schemas.config import AgentsConfig
+from schemas.errors import BrokerLost, InfraError
 from schemas.messages import Partial, Sampling
 from tests.support.models.pictures import PLACES, picture, user, vision_tokenizer
-from tests.support.producers.played_episodes import SpeakingEngine, chat_tokenizer
+from tests.support.producers.played_episodes import SpeakingEngine, chat_task, chat_tokenizer
 
 pytestmark = pytest.mark.timeout(30)
+
+Plays = Callable[[Session, AgentJob], Awaitable[AgentResult]]
 
 
 @pytest.fixture(scope="module")
@@ -40,8 +51,8 @@ class Scene:
         cut: int = 0,
         images: EpisodeImages | None = None,
     ) -> None:
-        said = iter(answers)
-        self.engine = SpeakingEngine(tokenizer, lambda _: next(said), cut=cut)
+        following = iter(answers)
+        self.engine = SpeakingEngine(tokenizer, lambda _: next(following), cut=cut)
         self.states: list[Partial] = []
         self.may_save = asyncio.Event()
         self.may_save.set()
@@ -60,9 +71,42 @@ class Scene:
 
     def ask(self, *texts: str, n: int = 1) -> asyncio.Task[Any]:
         """A request whose messages are these, of user and assistant in turns."""
-        roles = ("user", "assistant")
-        messages = [{"role": roles[at % 2], "content": text} for at, text in enumerate(texts)]
-        return asyncio.create_task(self.session.complete(CallRequest(messages=messages, n=n)))
+        return asyncio.create_task(self.session.complete(CallRequest(messages=said(*texts), n=n)))
+
+
+class Runner:
+    """An AgentRunner whose agents call their session without HTTP: ``play`` makes the result of each attempt."""
+
+    keep_requests = False
+
+    def __init__(self, sessions: Sessions, play: Plays) -> None:
+        self._sessions, self._play = sessions, play
+
+    async def start(self) -> None: ...
+
+    async def close(self) -> None: ...
+
+    async def run(self, job: AgentJob, notes: Notes) -> AgentResult:
+        return await self._play(self._sessions.find(job.api_key), job)
+
+
+def episode(tokenizer: HfTokenizer, engine: Engine, play: Plays) -> tuple[AgentEpisode, RolloutContext]:
+    """The episode of an agent that plays so, and its rollout."""
+    settings, sessions = AgentsConfig(), Sessions()
+    policy = PolicyHandle(
+        engine, AnswerParser("hermes", None, tokenizer, False), EngineCapacity(8), 4096, 50, tokenizer
+    )
+    template, limits = ChatTemplate(tokenizer), ImageLimits(count=0, file_bytes=0, stored_bytes=0)
+    services = EpisodeServices(
+        settings, policy, template, sessions, Runner(sessions, play), FailureAlarm(1.0), "http://here", limits
+    )
+    rollout = RolloutContext(engine, tokenizer, chat_task("Hello"), range(1))
+    return AgentEpisode(services, rollout, 0), rollout
+
+
+def said(*texts: str) -> list[dict[str, Any]]:
+    """Messages with these texts, of user and assistant in turns."""
+    return [{"role": ("user", "assistant")[at % 2], "content": text} for at, text in enumerate(texts)]
 
 
 async def turns() -> None:
@@ -236,6 +280,39 @@ async def test_a_hand_over_waits_for_what_was_sampled(tokenizer: HfTokenizer, mo
     await asked
 
 
+@pytest.mark.parametrize("ending", [False, True])
+async def test_an_engine_that_fails_ends_the_generator_and_not_the_sample(tokenizer: HfTokenizer, ending: bool) -> None:
+    def fails(_: str) -> str:
+        if ending:
+            rollout.interrupted.set()
+        raise InfraError("the engine died")
+
+    async def play(session: Session, job: AgentJob) -> AgentResult:
+        with pytest.raises(InfraError):
+            await session.complete(CallRequest(messages=said("Hello")))
+        return AgentResult("raised", error="InternalServerError: 503")
+
+    played, rollout = episode(tokenizer, SpeakingEngine(tokenizer, fails), play)
+    if not ending:
+        with pytest.raises(InfraError, match="the engine died"):
+            await played.play()
+        return
+    sample = await played.play()
+    assert isinstance(sample, SampledCompletion)
+    assert sample.finish == "abort"
+
+
+async def test_a_broker_that_is_away_ends_no_episode(tokenizer: HfTokenizer) -> None:
+    async def fail(_: Partial) -> bool:
+        raise BrokerLost("it is away")
+
+    scene = Scene(tokenizer, "one")
+    scene.session._save = fail
+    with pytest.raises(BrokerLost):
+        await scene.ask("Say one")
+    assert scene.session.broken is None
+
+
 async def test_notes_are_kept_when_they_are_saved_and_only_so_many(tokenizer: HfTokenizer) -> None:
     play = Scene(tokenizer)
     play.may_save.clear()
@@ -256,10 +333,10 @@ async def test_each_call_is_digested_once_and_no_more(tokenizer: HfTokenizer, mo
     monkeypatch.setattr(conversation, "digest_key", lambda digest, n: made.append(digest) or real(digest, n))
 
     play = Scene(tokenizer, *["one"] * 20)
-    said = ["Say one"]
+    texts = ["Say one"]
     for _ in range(20):
-        await play.ask(*said)
-        said += ["one", "Again"]
+        await play.ask(*texts)
+        texts += ["one", "Again"]
     assert len(play.states[-1].calls) == 20
     assert len(made) == 20
 
