@@ -45,7 +45,7 @@ class SampledAnswer:
     """A sampled answer. call: its number in the episode. id: of the completion, for rewards.
 
     text: as sampled, without the closing token. prompt_ids, ids: tokens of the prompt and of the answer; logprobs:
-    natural log, of each of ``ids``.
+    natural log, of each of ``ids``. stop: the client's stop string that ended it, which only ``ids`` have.
     """
 
     call: int
@@ -56,6 +56,7 @@ class SampledAnswer:
     prompt_ids: list[int]
     ids: list[int]
     logprobs: list[float]
+    stop: str | None = None
 
 
 class OpenSession(Protocol):

@@ -24,7 +24,7 @@ from producers.agents.workers.notes import Notes
 from producers.conversation.calls import continued_completion, digest_key, recorded_completion
 from producers.conversation.conversation import Conversation, NextPrompt
 from producers.conversation.messages import content_text
-from producers.conversation.parsing.answers import ParsedAnswer
+from producers.conversation.parsing.answers import ParsedAnswer, without_stop
 from producers.conversation.parsing.factory import AnswerParser
 from producers.engines.base import Completion, Engine
 from producers.tokenizer import HfTokenizer
@@ -362,23 +362,34 @@ class Session:
 
     def _parse(
         self, request: CallRequest, prompt_ids: Sequence[int], completions: Sequence[Completion]
-    ) -> list[ParsedAnswer]:
+    ) -> list[tuple[ParsedAnswer, str | None]]:
+        """Parse each answer, and cut off the client's stop string if one has ended it; returned beside the answer."""
         parse = functools.partial(
             self._policy.parser.parse, tools=request.tools, prompt_ids=prompt_ids, template_args=request.template_args
         )
-        return [parse(completion.tokens, cut=completion.finish == "length") for completion in completions]
+        stop_ids = self._policy.tokenizer.stop_ids
+        parsed: list[tuple[ParsedAnswer, str | None]] = []
+        for completion in completions:
+            answer = parse(completion.tokens, cut=completion.finish == "length")
+            stopped = completion.finish == "stop" and stop_ids.isdisjoint(completion.tokens[-1:])
+            parsed.append(without_stop(answer, request.stop if stopped else ()))
+        return parsed
 
     def _record(
-        self, prompt: NextPrompt, places: list[int], completions: list[Completion], parsed: list[ParsedAnswer]
+        self,
+        prompt: NextPrompt,
+        places: list[int],
+        completions: list[Completion],
+        parsed: list[tuple[ParsedAnswer, str | None]],
     ) -> list[SampledAnswer]:
         if self.limit == "length":
             # The agent has shortened its history, so it continues.
             self.limit = None
         self.begun[prompt.why] += 1
         self.counts.prompt_tokens += len(prompt.ids)
-        self._calls_tools = ", ".join(call.name for answer in parsed for call in answer.tool_calls)
+        self._calls_tools = ", ".join(call.name for answer, _ in parsed for call in answer.tool_calls)
         answers: list[SampledAnswer] = []
-        for place, completion, answer in zip(places, completions, parsed, strict=True):
+        for place, completion, (answer, stop) in zip(places, completions, parsed, strict=True):
             self.counts.parse_failures += answer.failures
             number = self.conversation.add(prompt, completion, answer.message())
             id = f"chatcmpl-{secrets.token_hex(12)}"
@@ -386,7 +397,7 @@ class Session:
             finish = "tool_calls" if answer.tool_calls else finish
             logprobs = completion.logprobs.tolist()
             answers.append(
-                SampledAnswer(number, id, answer, answer.text, finish, prompt.ids, completion.tokens, logprobs)
+                SampledAnswer(number, id, answer, answer.text, finish, prompt.ids, completion.tokens, logprobs, stop)
             )
             self._numbers[id] = number
             self._places[number] = (prompt.digest, place)

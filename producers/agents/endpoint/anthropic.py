@@ -42,29 +42,30 @@ class MessagesBody(msgspec.Struct):
     def answer(self, answers: Sequence[SampledAnswer], created: int) -> JSON:
         (answer,) = answers
         prompt, completion = usage_counts(answers)
+        stop = answer.stop if answer.finish == "stop" else None
         return {
             "id": "msg_" + answer.id.removeprefix("chatcmpl-"),
             "type": "message",
             "role": "assistant",
             "model": self.model or "policy",
             "content": _blocks(answer),
-            "stop_reason": STOP_REASONS[answer.finish],
-            "stop_sequence": None,
+            "stop_reason": "stop_sequence" if stop is not None else STOP_REASONS[answer.finish],
+            "stop_sequence": stop,
             "usage": {"input_tokens": prompt, "output_tokens": completion},
         }
 
     def events(self, answers: Sequence[SampledAnswer], created: int) -> tuple[bytes, bytes]:
         """Return the answer as events, one delta per block; the second part begins with the stop reason."""
         whole = self.answer(answers, created)
-        begun = whole | {"content": [], "stop_reason": None, "usage": whole["usage"] | {"output_tokens": 0}}
+        ends = {"stop_reason": whole["stop_reason"], "stop_sequence": whole["stop_sequence"]}
+        begun = whole | dict.fromkeys(ends) | {"content": [], "usage": whole["usage"] | {"output_tokens": 0}}
         events: list[JSON] = [{"type": "message_start", "message": begun}]
         for index, block in enumerate(whole["content"]):
             empty, deltas = _pieces(block)
             events.append({"type": "content_block_start", "index": index, "content_block": empty})
             events += [{"type": "content_block_delta", "index": index, "delta": delta} for delta in deltas]
             events.append({"type": "content_block_stop", "index": index})
-        delta = {"stop_reason": whole["stop_reason"], "stop_sequence": None}
-        end = [{"type": "message_delta", "delta": delta, "usage": whole["usage"]}, {"type": "message_stop"}]
+        end = [{"type": "message_delta", "delta": ends, "usage": whole["usage"]}, {"type": "message_stop"}]
         return named_events(events), named_events(end)
 
 

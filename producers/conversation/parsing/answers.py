@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -43,6 +43,20 @@ class ParsedAnswer:
                 for call in self.tool_calls
             ]
         return message
+
+
+def without_stop(answer: ParsedAnswer, stop: Sequence[str]) -> tuple[ParsedAnswer, str | None]:
+    """Return an answer up to the first of the stop strings, and that string; all of it, and None, if it has none."""
+    found = [(answer.text.index(word), word) for word in stop if word in answer.text]
+    if not found:
+        return answer, None
+    at, word = min(found)
+    content, reasoning = answer.content, answer.reasoning
+    if content is not None:
+        content = content.partition(word)[0] or None
+    elif reasoning is not None:
+        reasoning = reasoning.partition(word)[0]
+    return replace(answer, content=content, reasoning=reasoning, text=answer.text[:at]), word
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,8 @@ class SpeakingEngine(ScriptedEngine):
     """Answers the text of each prompt with what ``says`` makes of it, and with the template's end of a turn.
 
     prompts: texts it was asked with; prefixes, seeds, images: of each. At an answer ``...`` it waits to be aborted,
-    with the first ``cut`` tokens of what comes after the dots. length: as ``model.max_length``.
+    with the first ``cut`` tokens of what comes after the dots. A stop string ends an answer, and stays in it.
+    length: as ``model.max_length``.
     """
 
     def __init__(self, tokenizer: HfTokenizer, says: Says, version: int = 3, cut: int = 0, length: int = 4096) -> None:
@@ -68,7 +69,8 @@ class SpeakingEngine(ScriptedEngine):
                 await self._gate.wait_open()
             ids = self._tokenizer.encode(text.removeprefix("..."))[: self._cut]
             return [self._completion(ids, "abort")]
-        ids = self._tokenizer.encode(text + END)[len(prefix) :]
+        stopped = min((text.index(word) + len(word) for word in sampling.stop if word in text), default=None)
+        ids = self._tokenizer.encode(text + END if stopped is None else text[:stopped])[len(prefix) :]
         cut = len(ids) > sampling.max_tokens
         return [self._completion(ids[: sampling.max_tokens], "length" if cut else "stop")]
 

@@ -50,6 +50,7 @@ class Scene:
         saved: Partial | None = None,
         cut: int = 0,
         images: EpisodeImages | None = None,
+        **sampling: Any,
     ) -> None:
         following = iter(answers)
         self.engine = SpeakingEngine(tokenizer, lambda _: next(following), cut=cut)
@@ -58,9 +59,8 @@ class Scene:
         self.may_save.set()
         parser = AnswerParser("hermes", None, tokenizer, vllm=False)
         policy = PolicyHandle(self.engine, parser, EngineCapacity(8), 4096, 50, tokenizer)
-        self.session = Session(
-            policy, Conversation(ChatTemplate(tokenizer), images=images), Sampling(max_tokens=100), saved, self._save
-        )
+        conversation = Conversation(ChatTemplate(tokenizer), images=images)
+        self.session = Session(policy, conversation, Sampling(max_tokens=100, **sampling), saved, self._save)
 
     def _save(self, partial: Partial) -> Awaitable[None]:
         async def save() -> None:
@@ -278,6 +278,27 @@ async def test_a_hand_over_waits_for_what_was_sampled(tokenizer: HfTokenizer, mo
     await play.session.settle(5)
     assert len(play.session.partial().calls) == 1
     await asked
+
+
+async def test_a_stop_string_is_sampled_and_not_shown_and_the_next_turn_joins(tokenizer: HfTokenizer) -> None:
+    scene = Scene(tokenizer, "one.two", "three")
+    (first,) = await scene.session.complete(CallRequest(messages=said("Count"), stop=["!", "."]))
+    assert (first.parsed.content, first.text, first.stop, first.finish) == ("one", "one", ".", "stop")
+    assert tokenizer.decode_all(first.ids) == "one."
+    (second,) = await scene.ask("Count", first.parsed.content or "", "And then")
+    assert (second.text, second.stop) == ("three", None)
+    sample = scene.session.conversation.sample(0, "stop")
+    assert scene.session.begun == {"first": 1, "joined": 1}
+    trained = [token for token, mask in zip(sample.tokens, sample.loss_mask, strict=True) if mask]
+    assert trained == first.ids + second.ids
+    again = Scene(tokenizer, saved=scene.states[-1])
+    (same,) = await again.session.complete(CallRequest(messages=said("Count"), stop=["!", "."]))
+    assert (same.text, same.ids) == ("one", first.ids)
+
+
+async def test_a_stop_string_of_the_task_is_shown(tokenizer: HfTokenizer) -> None:
+    scene = Scene(tokenizer, "one.two", stop=["."])
+    assert (await scene.ask("Count"))[0].text == "one."
 
 
 @pytest.mark.parametrize("ending", [False, True])

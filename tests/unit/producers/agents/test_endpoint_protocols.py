@@ -46,8 +46,8 @@ def refused(protocol: str, at: Asker | None = None, **fields: Any) -> str:
     return error.value.message
 
 
-def answer(parsed: ParsedAnswer, finish: Any = "stop", number: str = "1") -> SampledAnswer:
-    return SampledAnswer(0, f"chatcmpl-{number}", parsed, parsed.content or "", finish, [1, 2], [3], [-0.1])
+def answer(parsed: ParsedAnswer, finish: Any = "stop", number: str = "1", stop: str | None = None) -> SampledAnswer:
+    return SampledAnswer(0, f"chatcmpl-{number}", parsed, parsed.content or "", finish, [1, 2], [3], [-0.1], stop)
 
 
 @pytest.mark.parametrize("protocol", READERS)
@@ -316,6 +316,19 @@ def test_blocks_of_anthropics_messages_become_chat_messages() -> None:
     ]
     function = {"name": "add", "description": "adds", "parameters": {"type": "object"}}
     assert request.tools == [{"type": "function", "function": function}]
+
+
+@pytest.mark.parametrize("finish", ["stop", "tool_calls"])
+def test_anthropics_clients_get_the_stop_string_that_ended_an_answer(finish: Any) -> None:
+    made = question("messages", stop_sequences=["END"])
+    found = [answer(ParsedAnswer("so"), finish, stop="END")]
+    ends = ("stop_sequence", "END") if finish == "stop" else ("tool_use", None)
+    body = made.answer(found, 0)
+    assert (body["stop_reason"], body["stop_sequence"]) == ends
+    head, tail = made.events(found, 0)
+    begun, ended = (json.loads(part.splitlines()[1].removeprefix(b"data: ")) for part in (head, tail))
+    assert (begun["message"]["stop_reason"], begun["message"]["stop_sequence"]) == (None, None)
+    assert (ended["delta"]["stop_reason"], ended["delta"]["stop_sequence"]) == ends
 
 
 def test_arguments_that_are_no_json_object_survive_a_round_through_anthropics_protocol() -> None:
