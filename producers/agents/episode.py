@@ -158,6 +158,7 @@ class AgentEpisode:
                 session.set_reward(value, completion_id)
             except SessionError as error:
                 return FailedSample(self._index, f"agent: {error.message}", "raised")
+        session.forget_unreceived()
         if not session.conversation.calls:
             # A user may reward what was never asked, as often as it likes: no fault of the run.
             kind = UNREWARDED if self._services.workers.keep_requests else "no_call"

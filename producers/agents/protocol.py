@@ -1,5 +1,6 @@
 """The calls of the endpoint to a session; requests of OpenAI's and Anthropic's protocols all become these."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -67,6 +68,9 @@ class OpenSession(Protocol):
 
     def forget(self, call: int) -> None:
         """Remove an answer from the record, because no client received it."""
+
+    def watch(self, unreceived: Callable[[], list[int]]) -> None:
+        """Register the function that returns the answers which no client has received or waits for at the end."""
 
     def set_reward(self, value: float, completion_id: str | None = None) -> None:
         """Set the reward of the episode, or of one answer. SessionError if that does not exist, or if a user asks."""

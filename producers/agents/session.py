@@ -115,6 +115,7 @@ class Session:
         self._settled = asyncio.Event()
         self._settled.set()
         self._ended = False
+        self._unreceived: Callable[[], list[int]] = list
         self._open = 0
         self._busy_since = self._idle_since = 0.0
         self._calls_tools = ""
@@ -199,8 +200,19 @@ class Session:
 
     def forget(self, call: int) -> None:
         """See OpenSession. Does nothing if the session has ended: the next attempt will ask for the answer again."""
-        if self._ended:
-            return
+        if not self._ended:
+            self._remove(call)
+
+    def watch(self, unreceived: Callable[[], list[int]]) -> None:
+        """See OpenSession."""
+        self._unreceived = unreceived
+
+    def forget_unreceived(self) -> None:
+        """Remove the answers that no client received, because the agent is done and won't ask for them again."""
+        for call in self._unreceived():
+            self._remove(call)
+
+    def _remove(self, call: int) -> None:
         self.conversation.remove(call)
         digest, place = self._places.pop(call)
         self._asked[digest].discard(place)

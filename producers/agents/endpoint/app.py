@@ -155,6 +155,7 @@ class Endpoint:
         generations = self._generations.get(session)
         if generations is None:
             generations = self._generations[session] = Generations(session, self._patience_s)
+            session.watch(generations.unreceived)
         name = request.path_params.get("name", "main")
         return Asker(session, name, self._settings, generations.responses), generations
 

@@ -72,6 +72,12 @@ class Generations:
             loop = asyncio.get_running_loop()
             generation.unwanted = loop.call_later(self._patience_s, self._forget, generation)
 
+    def unreceived(self) -> list[int]:
+        """Return the answers, by number, that no client has received or waits for."""
+        left = [g.task for g in self._known if not g.waiting and g.delivered is None and g.task.done()]
+        answered = [task for task in left if not task.cancelled() and task.exception() is None]
+        return [answer.call for task in answered for answer in task.result()]
+
     def close(self) -> None:
         """Cancel all generations."""
         for generation in self._known:

@@ -71,6 +71,9 @@ class ScriptedSession:
         del self.record[call]
         self.forgotten += 1
 
+    def watch(self, unreceived: Callable[[], list[int]]) -> None:
+        self.unreceived = unreceived
+
     def set_reward(self, value: float, completion_id: str | None = None) -> None:
         if completion_id is not None and completion_id not in [answer.id for answer in self.record.values()]:
             raise SessionError(404, "not_found", f"completion {completion_id!r} is not of this episode")

@@ -130,6 +130,21 @@ async def test_an_answer_that_nobody_received_or_asked_for_again_leaves_the_reco
         assert (session.record, session.cancelled) == ({}, 0)
 
 
+async def test_an_answer_that_no_client_has_when_the_episode_ends_is_named() -> None:
+    session = ScriptedSession(ANSWER)
+    async with serving(session) as url:
+        assert said(await (await Connection(url).ask()).whole()) == "hi"
+        session.gate.clear()
+        session.begun.clear()
+        second = await Connection(url).ask()
+        await session.begun.wait()
+        second.drop()
+        await asyncio.sleep(0.05)
+        assert session.unreceived() == []
+        session.gate.set()
+        await until(lambda: session.unreceived() == [1])
+
+
 async def test_the_call_of_a_client_that_vanished_is_cancelled_unless_asked_for_again() -> None:
     session = ScriptedSession(ANSWER)
     session.gate.clear()

@@ -14,7 +14,7 @@ from producers.agents.protocol import CallRequest, SessionError
 from producers.agents.session import PolicyHandle, Session
 from producers.agents.sessions import Sessions
 from producers.agents.workers.notes import Notes
-from producers.agents.workers.protocol import AgentJob, AgentResult
+from producers.agents.workers.protocol import AgentJob, AgentResult, Kind
 from producers.conversation import conversation
 from producers.conversation.chat_template import ChatTemplate
 from producers.conversation.conversation import Conversation
@@ -321,6 +321,26 @@ async def test_an_engine_that_fails_ends_the_generator_and_not_the_sample(tokeni
     sample = await played.play()
     assert isinstance(sample, SampledCompletion)
     assert sample.finish == "abort"
+
+
+@pytest.mark.parametrize("end", ["returned", "died"])
+async def test_an_answer_that_nobody_received_is_not_trained_when_the_agent_is_done(
+    tokenizer: HfTokenizer, end: Kind
+) -> None:
+    engine = SpeakingEngine(tokenizer, lambda prompt: "two" if "again" in prompt else "one")
+
+    async def play(session: Session, job: AgentJob) -> AgentResult:
+        await session.complete(CallRequest(messages=said("Hello")))
+        (lost,) = await session.complete(CallRequest(messages=said("Hello again")))
+        session.watch(lambda: [lost.call])
+        return AgentResult("returned" if job.attempt else end, 1.0)
+
+    played, _ = episode(tokenizer, engine, play)
+    sample = await played.play()
+    assert isinstance(sample, SampledCompletion)
+    assert tokenizer.decode_all(sample.tokens).count("one") == 1
+    assert "two" not in tokenizer.decode_all(sample.tokens)
+    assert len(engine.prompts) == 2, "an agent whose process died asks for it again"
 
 
 async def test_a_broker_that_is_away_ends_no_episode(tokenizer: HfTokenizer) -> None:
