@@ -222,10 +222,12 @@ class Session:
         self._refuse_users()
         if completion_id is None:
             self.reward = value
-        elif completion_id not in self._numbers:
+            return
+        # An answer has one id, which each protocol shows with a beginning of its own.
+        number = self._numbers.get("chatcmpl-" + completion_id.rpartition("-" if "-" in completion_id else "_")[2])
+        if number is None:
             raise SessionError(404, "not_found", f"no completion {completion_id!r} in this episode")
-        else:
-            self.conversation.set_reward(self._numbers[completion_id], value)
+        self.conversation.set_reward(number, value)
 
     def add_metrics(self, metrics: dict[str, float]) -> None:
         """Add metrics to the episode; a name given again is replaced. SessionError 413 if the names become too long."""

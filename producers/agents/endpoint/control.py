@@ -46,10 +46,7 @@ async def reward(body: bytes, asker: Asker) -> JSON:
     if report.reward is None and (report.completion is not None or not report.metrics):
         raise bad_request("reward is missing: must be a number")
     if report.reward is not None:
-        # An answer has one id, which each protocol shows with a beginning of its own.
-        shown = report.completion
-        id = None if shown is None else "chatcmpl-" + shown.rpartition("-" if "-" in shown else "_")[2]
-        asker.session.set_reward(report.reward, id)
+        asker.session.set_reward(report.reward, report.completion)
     asker.session.add_metrics(report.metrics)
     return {}
 

@@ -343,6 +343,18 @@ async def test_an_answer_that_nobody_received_is_not_trained_when_the_agent_is_d
     assert len(engine.prompts) == 2, "an agent whose process died asks for it again"
 
 
+@pytest.mark.parametrize("beginning", ["chatcmpl-", "cmpl-", "msg_", "resp_"])
+async def test_an_agent_rewards_an_answer_by_the_id_of_its_protocol(tokenizer: HfTokenizer, beginning: str) -> None:
+    async def play(session: Session, job: AgentJob) -> AgentResult:
+        (answer,) = await session.complete(CallRequest(messages=said("Hello")))
+        return AgentResult("returned", turns={beginning + answer.id.removeprefix("chatcmpl-"): 0.5})
+
+    played, _ = episode(tokenizer, SpeakingEngine(tokenizer, lambda _: "one"), play)
+    sample = await played.play()
+    assert isinstance(sample, SampledCompletion), sample
+    assert sample.reward == 0.5
+
+
 async def test_a_broker_that_is_away_ends_no_episode(tokenizer: HfTokenizer) -> None:
     async def fail(_: Partial) -> bool:
         raise BrokerLost("it is away")
