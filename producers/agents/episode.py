@@ -14,6 +14,7 @@ from producers.agents.session import PolicyHandle, Session
 from producers.agents.sessions import Sessions
 from producers.agents.workers.notes import Notes
 from producers.agents.workers.protocol import AgentJob, AgentResult
+from producers.conversation.calls import with_earlier
 from producers.conversation.chat_template import ChatTemplate
 from producers.conversation.conversation import BEGINNINGS, Conversation
 from producers.conversation.images import ImageLimits, episode_images, task_messages
@@ -100,7 +101,7 @@ class AgentEpisode:
                 return sample
             verdict = judge(result, session.limit, settings)
             if isinstance(verdict, EpisodeFailure) and verdict.again:
-                partial = session.partial()
+                partial = with_earlier(session.partial(), partial)
                 if verdict.kind == "neighbour":
                     # The fault of another episode costs this one neither an attempt nor time.
                     self._began = time.monotonic()

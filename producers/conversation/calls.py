@@ -4,12 +4,13 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 
 from producers.conversation.messages import Message
 from producers.engines.base import Completion
 from schemas.codec import Array
-from schemas.messages import Call, PlacedImage, add_spans
+from schemas.messages import Call, Partial, PlacedImage, add_spans
 
 
 @dataclass
@@ -86,6 +87,16 @@ def continued_completion(call: Call, more: Completion) -> Completion:
         more.finish,
         more.routed_experts,
     )
+
+
+def with_earlier(partial: Partial, earlier: Partial | None) -> Partial:
+    """Return a restarted episode with earlier notes and, until it is as long as before, the calls not repeated yet."""
+    if earlier is None:
+        return partial
+    asked = {call.key for call in partial.calls}
+    waiting = [call for call in earlier.calls if call.key not in asked] if partial.size < earlier.size else []
+    notes = {**earlier.notes, **partial.notes}
+    return msgspec.structs.replace(partial, calls=[*partial.calls, *waiting], notes=notes)
 
 
 def row_calls(calls: dict[int, AnsweredCall], last: int | None) -> list[AnsweredCall]:

@@ -13,6 +13,7 @@ import numpy as np
 import structlog
 
 from broker.queues.consumer_group import Delivery
+from producers.conversation.calls import with_earlier
 from producers.generator.context import GeneratorContext
 from producers.workflows.base import FailedSample, RolloutContext, SaveDone, is_service_error
 from producers.workflows.given_answer import give_answer
@@ -346,16 +347,6 @@ def longest(partials: Sequence[Partial]) -> list[Partial]:
         longer, shorter = (partial, other) if partial.size > other.size else (other, partial)
         by_sample[partial.sample] = msgspec.structs.replace(longer, notes={**shorter.notes, **longer.notes})
     return list(by_sample.values())
-
-
-def with_earlier(partial: Partial, earlier: Partial | None) -> Partial:
-    """Return a restarted episode with earlier notes and, until it is as long as before, the calls not repeated yet."""
-    if earlier is None:
-        return partial
-    asked = {call.key for call in partial.calls}
-    waiting = [call for call in earlier.calls if call.key not in asked] if partial.size < earlier.size else []
-    notes = {**earlier.notes, **partial.notes}
-    return msgspec.structs.replace(partial, calls=[*partial.calls, *waiting], notes=notes)
 
 
 def head(part: P, length: int) -> P:

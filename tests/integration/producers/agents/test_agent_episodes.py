@@ -18,7 +18,8 @@ from producers.agents.workers.notes import Notes
 from producers.agents.workers.pool import AgentWorkers
 from producers.agents.workers.protocol import AgentResult
 from producers.agents.workers.start import AgentProgram, check_agent
-from producers.generator.rollout import NotFinite, Rollout, check_finite, head, longest, with_earlier
+from producers.conversation.calls import with_earlier
+from producers.generator.rollout import NotFinite, Rollout, check_finite, head, longest
 from producers.workflows.trajectory_builder import SampledCompletion
 from schemas.codec import Array
 from schemas.config import AgentsConfig

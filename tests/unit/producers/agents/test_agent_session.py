@@ -355,6 +355,21 @@ async def test_an_agent_rewards_an_answer_by_the_id_of_its_protocol(tokenizer: H
     assert sample.reward == 0.5
 
 
+async def test_an_agent_whose_process_dies_twice_gets_all_recorded_answers(tokenizer: HfTokenizer) -> None:
+    engine = SpeakingEngine(tokenizer, lambda _: "one")
+
+    async def play(session: Session, job: AgentJob) -> AgentResult:
+        asked = [["Hello"], ["Hello", "one", "And then"]]
+        for texts in asked[:1] if job.attempt == 1 else asked:
+            await session.complete(CallRequest(messages=said(*texts)))
+        return AgentResult("returned", 1.0) if job.attempt == 2 else AgentResult("died", error="SIGKILL")
+
+    played, _ = episode(tokenizer, engine, play)
+    sample = await played.play()
+    assert isinstance(sample, SampledCompletion), sample
+    assert (len(engine.prompts), sample.metrics["replayed"]) == (2, 2.0)
+
+
 async def test_a_broker_that_is_away_ends_no_episode(tokenizer: HfTokenizer) -> None:
     async def fail(_: Partial) -> bool:
         raise BrokerLost("it is away")
