@@ -108,7 +108,7 @@ class CommandRunner:
         result = await asyncio.to_thread(_read_result, folder)
         last = copying[0].result() if copying[0].done() and not copying[0].cancelled() else ""
         code = process.exit_code
-        if self._jail is not None and code is not None and code > _SIGNALLED:
+        if self._jail is not None and code is not None and code - _SIGNALLED in list(signal.Signals):
             code, how = _SIGNALLED - code, signal.Signals(code - _SIGNALLED).name
         return _judge(why, how, code, last, result, job)
 

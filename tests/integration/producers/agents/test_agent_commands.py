@@ -197,6 +197,7 @@ def test_a_program_in_the_sandbox_reaches_only_the_endpoint(tmp_path: Path, monk
     [
         ("echo 0.5 > $TIDEMILL_RESULT", "returned", ""),
         ("echo no luck >&2; exit 3", "raised", "exit code 3: no luck"),
+        ("exit 255", "raised", "exit code 255"),
         ("kill -SEGV $$", "died", "it ended with SIGSEGV"),
         ("setsid sleep 1000 & sleep 1000", "deadline", "it did not end within 1 s"),
         ("true", "returned", ""),
