@@ -106,6 +106,7 @@ class Session:
         self._saved = {call.key: call for call in saved.calls} if saved else {}
         self._requests = Requests(self.notes) if keep_requests else None
         self._asked: defaultdict[bytes, set[int]] = defaultdict(set)
+        self._call_numbers = itertools.count(1)
         self._numbers: dict[str, int] = {}
         self._places: dict[int, tuple[bytes, int]] = {}
         self._lock = asyncio.Lock()
@@ -156,7 +157,7 @@ class Session:
                     await self._complete(request, again=True)
 
     async def _complete(self, request: CallRequest, again: bool = False) -> list[SampledAnswer]:
-        self._begin(request)
+        number = self._begin(request)
         task = asyncio.current_task()
         assert task is not None
         self._tasks.add(task)
@@ -171,7 +172,7 @@ class Session:
                 raise self._too_long(str(len(prompt.ids)))
             if self._requests is not None and not again:
                 self._requests.check(request)
-            answers = await self._answer(request, prompt, room)
+            answers = await self._answer(request, prompt, room, number)
             if self._requests is not None and not again:
                 self._requests.note(request)
             try:
@@ -256,7 +257,8 @@ class Session:
         if self._requests is not None:
             raise SessionError(403, "not_allowed", "a conversation is rewarded with the key of its tenant")
 
-    def _begin(self, request: CallRequest) -> None:
+    def _begin(self, request: CallRequest) -> int:
+        """Count a call; return its number, which no other call of this session has."""
         self._check_open()
         if self.counts.calls >= self._policy.max_calls:
             self.limit = "calls"
@@ -271,6 +273,7 @@ class Session:
                 self.counts.tools_s += self._busy_since - self._idle_since
                 self.note("tool", self._calls_tools, self._idle_since)
         self._open += 1
+        return next(self._call_numbers)
 
     def _check_open(self) -> None:
         if self._ended:
@@ -297,14 +300,14 @@ class Session:
             return self.conversation.raw_prompt(request.prompt_ids, request.name)
         return self.conversation.raw_prompt(self._policy.tokenizer.encode(request.prompt_text or ""), request.name)
 
-    async def _answer(self, request: CallRequest, prompt: NextPrompt, room: int) -> list[SampledAnswer]:
+    async def _answer(self, request: CallRequest, prompt: NextPrompt, room: int, number: int) -> list[SampledAnswer]:
         """Sample, parse and record every choice; if one is aborted, hand the episode over instead."""
         places = self._free_places(prompt.digest, request.n)
         self._asked[prompt.digest].update(places)
         self._sampling_now += 1
         self._settled.clear()
         try:
-            completions = await self._sample_all(request, prompt, room, places)
+            completions = await self._sample_all(request, prompt, room, places, number)
             if not any(completion.finish == "abort" for completion in completions):
                 async with self._lock:
                     self._check_open()
@@ -332,7 +335,7 @@ class Session:
         return list(itertools.islice((k for k in itertools.count() if k not in taken), n))
 
     async def _sample_all(
-        self, request: CallRequest, prompt: NextPrompt, room: int, places: Sequence[int]
+        self, request: CallRequest, prompt: NextPrompt, room: int, places: Sequence[int], number: int
     ) -> list[Completion]:
         """Sample every choice: from the record if the same tokens were asked before, else by the engine."""
         keys = [digest_key(prompt.digest, place) for place in places]
@@ -340,7 +343,7 @@ class Session:
         seed = self._sampling.seed
         if seed is not None:
             # Calls of an episode, and episodes of a group, differ.
-            seed += (self._sample << 16) + (self.counts.calls << 4)
+            seed += (self._sample << 16) + (number << 4)
         stop = [*self._sampling.stop, *request.stop]
         sampling = msgspec.structs.replace(self._sampling, max_tokens=limit, stop=stop, seed=seed)
         recorded = {k: self._saved[key] for k, key in enumerate(keys) if key in self._saved}

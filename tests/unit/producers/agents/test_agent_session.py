@@ -199,6 +199,13 @@ async def test_equal_requests_whose_answer_is_lost_get_the_same_answer_again(tok
     assert scene.session.counts.replayed == 5
 
 
+async def test_equal_calls_at_the_same_time_differ_in_seed(tokenizer: HfTokenizer) -> None:
+    scene = Scene(tokenizer, "one", "two", "three", seed=7)
+    await asyncio.gather(scene.ask("go"), scene.ask("go"))
+    await scene.ask("go")
+    assert len(set(scene.engine.seeds)) == 3
+
+
 async def test_a_cancelled_call_gives_its_places_in_the_engine_back(tokenizer: HfTokenizer) -> None:
     play = Scene(tokenizer, *["..."] * 8, "nine")
     asked = [play.ask(f"Wait {at}") for at in range(8)]
