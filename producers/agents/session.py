@@ -181,14 +181,14 @@ class Session:
                     # The agent is elsewhere, and would continue with an answer that the next generator does not know.
                     self.counts.calls -= 1
                     raise SessionError(503, NOT_SAVED, "another generator holds this conversation: try again")
-            except (asyncio.CancelledError, SessionError):
+            except BaseException:
                 for answer in answers:
                     self.forget(answer.call)
                 raise
             return answers
         except DataError as error:
             raise SessionError(400, "invalid_request_error", str(error)) from error
-        except asyncio.CancelledError:
+        except (asyncio.CancelledError, InfraError):
             # The agent received no answer, so the call does not count.
             self.counts.calls -= 1
             raise

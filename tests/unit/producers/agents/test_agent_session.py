@@ -377,15 +377,19 @@ async def test_an_agent_whose_process_dies_twice_gets_all_recorded_answers(token
     assert (len(engine.prompts), sample.metrics["replayed"]) == (2, 2.0)
 
 
-async def test_a_broker_that_is_away_ends_no_episode(tokenizer: HfTokenizer) -> None:
+async def test_a_broker_that_is_away_ends_no_episode_and_the_answer_is_no_call(tokenizer: HfTokenizer) -> None:
     async def fail(_: Partial) -> bool:
         raise BrokerLost("it is away")
 
-    scene = Scene(tokenizer, "one")
-    scene.session._save = fail
+    scene = Scene(tokenizer, "one", "two")
+    save, scene.session._save = scene.session._save, fail
     with pytest.raises(BrokerLost):
         await scene.ask("Say one")
     assert scene.session.broken is None
+    assert (scene.session.counts.calls, scene.session.conversation.calls) == (0, 0)
+    scene.session._save = save
+    assert (await scene.ask("Say one"))[0].text == "two"
+    assert len(scene.states[-1].calls) == 1
 
 
 async def test_notes_are_kept_when_they_are_saved_and_only_so_many(tokenizer: HfTokenizer) -> None:
