@@ -326,7 +326,9 @@ class AgentProcess:
                     episode.finish(message.kind, message.error, message.error_type)
             self._kill_if_done()
         elif episode is None:
-            return
+            if isinstance(message, AgentNote):
+                # A plain function runs on after its episode's end, and waits for this.
+                self._send(NoteKept(message.note, "the episode is over"))
         elif isinstance(message, Heard):
             episode.heard = True
             # If the loop is still blocked, the process reports it again within a second.

@@ -125,6 +125,14 @@ async def prints(task, episode):
 def plain(task, episode):
     if task["do"] == "hang":
         time.sleep(3600)
+    if task["do"] == "late":
+        while not Path("over").exists():
+            time.sleep(0.01)
+        try:
+            episode.once("n", lambda: 1)
+        except Exception as error:
+            Path("late").write_text(str(error))
+        return 1.0
     if task["do"] == "stop":
         raise StopIteration
     if task["do"] == "pid":

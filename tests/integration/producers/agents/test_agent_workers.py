@@ -217,6 +217,20 @@ def test_what_an_ended_episode_leaves_costs_its_process_when_that_is_empty(base:
     assert new.data["pid"] == again.data["pid"] != going_on.metrics["pid"]
 
 
+def test_a_plain_function_that_keeps_a_result_after_its_episode_is_not_left_waiting(base: Path):
+    async def work(workers: AgentWorkers) -> list[AgentResult]:
+        before = await workers.run(job("pid"))
+        late = await workers.run(job("late", deadline_s=0.3))
+        (base / "over").touch()
+        await asyncio.to_thread(wait_until, (base / "late").exists, "it waits for an answer")
+        return [before, late, await workers.run(job("pid"))]
+
+    before, late, after = with_workers(work, base, run="agent.py:plain")
+    assert late.kind == "deadline"
+    assert (base / "late").read_text() == "the episode is over"
+    assert after.data == before.data
+
+
 @pytest.mark.parametrize("killed", [1, 3], ids=["once", "again and again"])
 def test_a_process_that_is_killed_before_it_is_ready_is_started_again(base: Path, killed: int):
     (base / "killed.py").write_text(
