@@ -71,6 +71,14 @@ class MessagesBody(msgspec.Struct):
 
 def read_messages(data: JSON, asker: Asker) -> ModelRequest:
     """Read a request to ``/v1/messages``. SessionError 400 if it is not valid."""
+    request = _read(data, asker)
+    last = len(data["messages"]) - 1
+    if data["messages"][last]["role"] == "assistant":
+        raise bad_request(f"messages[{last}]: role 'assistant' must be user: a begun answer is not continued")
+    return request
+
+
+def _read(data: JSON, asker: Asker) -> ModelRequest:
     body = convert(data, MessagesBody)
     if not body.messages:
         raise bad_request("messages must not be empty")
@@ -90,7 +98,7 @@ def read_messages(data: JSON, asker: Asker) -> ModelRequest:
 
 async def count_tokens(body: bytes, asker: Asker) -> JSON:
     """Return the length of a request's prompt."""
-    request = await asyncio.to_thread(lambda: read_messages(read_json(body), asker))
+    request = await asyncio.to_thread(lambda: _read(read_json(body), asker))
     return {"input_tokens": await asker.session.count_tokens(request.call)}
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from producers.agents.endpoint.anthropic import read_messages
+from producers.agents.endpoint.anthropic import count_tokens, read_messages
 from producers.agents.endpoint.chat import read_chat
 from producers.agents.endpoint.completions import read_completion
 from producers.agents.endpoint.errors import anthropic_error, openai_error
@@ -197,6 +197,11 @@ def test_chat_messages_keep_what_the_client_sent_and_get_the_present_names() -> 
         ("messages", {"messages": [{"role": "tool"}]}, "messages[0]: role 'tool' must be user or assistant"),
         (
             "messages",
+            {"messages": [USER, {"role": "assistant", "content": "{"}]},
+            "messages[1]: role 'assistant' must be user: a begun answer is not continued",
+        ),
+        (
+            "messages",
             {"messages": [{"role": "user", "content": [{"type": "image", "source": {"type": "file"}}]}]},
             "messages[0]: an image of source 'file' is not supported, only base64",
         ),
@@ -334,7 +339,8 @@ def test_anthropics_clients_get_the_stop_string_that_ended_an_answer(finish: Any
 def test_arguments_that_are_no_json_object_survive_a_round_through_anthropics_protocol() -> None:
     calls = [ToolCall("c1", "add", '{"a": '), ToolCall("c2", "add", "[1]"), ToolCall("c3", "add", '{"a": 1}')]
     body = question("messages").answer([answer(ParsedAnswer(None, None, calls), "tool_calls")], 0)
-    back = asked("messages", messages=[USER, {"role": "assistant", "content": body["content"]}]).messages or []
+    sent = [USER, {"role": "assistant", "content": body["content"]}, USER]
+    back = asked("messages", messages=sent).messages or []
     assert [call["function"]["arguments"] for call in back[1]["tool_calls"]] == ['{"a": ', "[1]", '{"a": 1}']
 
 
@@ -348,6 +354,11 @@ def test_an_empty_answer_is_empty_text(protocol: str) -> None:
 
 def test_half_characters_do_not_break_an_answer() -> None:
     assert json.loads(write_json({"text": "a\ud800"})) == {"text": "a\ud800"}
+
+
+async def test_tokens_are_counted_whoever_speaks_last() -> None:
+    messages = [USER, {"role": "assistant", "content": "{"}]
+    assert await count_tokens(write_json({"messages": messages}), asker()) == {"input_tokens": 17}
 
 
 def test_errors_have_the_form_of_their_protocol() -> None:
