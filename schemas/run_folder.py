@@ -129,6 +129,18 @@ class StoredLines:
             return
 
 
+def as_text(value: Any) -> str:
+    """Return a value of users' data as a text to read: in JSON, or as Python writes it if JSON has no such keys."""
+    if isinstance(value, str):
+        return value
+    try:
+        return json.dumps(value, default=str)
+    except (TypeError, ValueError):
+        return repr(value)
+    except RecursionError:
+        return f"{type(value).__name__} that is nested too deeply"
+
+
 def read_lines(file: Path) -> list[dict[str, Any]]:
     """Return the JSON objects of a file of lines, without unreadable lines; [] if there is no such file."""
     return list(StoredLines(file))

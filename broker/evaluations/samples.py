@@ -11,7 +11,7 @@ from broker.connection.connection import RunData
 from broker.queues.tasks import EVAL_BASE
 from schemas.errors import printable
 from schemas.messages import Score, Trajectory
-from schemas.run_folder import parse_line
+from schemas.run_folder import as_text, parse_line
 
 KEEP, KEEP_BYTES = 10_000, 16 * 2**20
 PROMPT, COMPLETION = 4_000, 8_000
@@ -43,11 +43,7 @@ def describe(trajectory: Trajectory, score: Score) -> dict[str, Any]:
         "index": trajectory.task_id % EVAL_BASE,
         "dataset": trajectory.dataset,
         "prompt": trajectory.prompt[:PROMPT],
-        "data": {
-            str(name): value[:PROMPT] if isinstance(value, str) else json.dumps(value, default=str)[:PROMPT]
-            for name, value in trajectory.data.items()
-            if name != "messages"
-        },
+        "data": {str(name): as_text(value)[:PROMPT] for name, value in trajectory.data.items() if name != "messages"},
         "sample": {
             "sample": trajectory.sample,
             "completion": trajectory.completion[:COMPLETION],

@@ -18,7 +18,7 @@ import structlog
 
 from schemas.messages import Trajectory
 from schemas.messages.moments import trace_lines
-from schemas.run_folder import SAMPLES
+from schemas.run_folder import SAMPLES, as_text
 from schemas.system.files import LineFile, atomic_write
 
 if TYPE_CHECKING:  # it needs PyTorch, and `tidemill up` checks trackers without it
@@ -202,7 +202,7 @@ def _cut(text: str) -> str:
 def _plain(data: Mapping[str, Any]) -> dict[str, str]:
     """Return an example's own columns as short texts, without the conversation, which the prompt has."""
     return {
-        str(name): value if isinstance(value, str) else json.dumps(value, default=str)[:LONGEST]
+        str(name): value if isinstance(value, str) else as_text(value)[:LONGEST]
         for name, value in data.items()
         if name != "messages"
     }

@@ -1,5 +1,6 @@
 """What a run's folder keeps: samples of steps and of evaluations, and one line for each evaluated version."""
 
+import functools
 import json
 import os
 import resource
@@ -10,6 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from broker.evaluations.samples import describe
 from consumers.trainer.data.groups import Group
 from consumers.trainer.records import evaluation_samples as eval_sample_log
 from consumers.trainer.records import samples as sample_log
@@ -17,7 +19,7 @@ from consumers.trainer.records.evaluation_log import EvaluationLog, best_version
 from consumers.trainer.records.evaluation_samples import EvalSampleLog
 from consumers.trainer.records.machine import write_environment
 from consumers.trainer.records.samples import SampleLog, choose_groups, common_beginning
-from schemas.messages import PlacedImage
+from schemas.messages import PlacedImage, Score
 from schemas.run_folder import ENVIRONMENT
 from tests.support.trainer.trajectories import make_trajectory
 
@@ -43,6 +45,23 @@ def test_a_group_is_kept_whole_with_terms_and_advantages(tmp_path: Path) -> None
     assert [(one["reward"], one["advantage"]) for one in samples] == [(0.0, -1.0), (1.0, 1.0)]
     assert samples[1]["terms"] == {"exact": 1.0}
     assert samples[0]["completion"] == first.completion
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        ({(0, 1): "x"}, "{(0, 1): 'x'}"),
+        ([{b"a": 1}], "[{b'a': 1}]"),
+        ({"a": b"x"}, """{"a": "b'x'"}"""),
+        (functools.reduce(lambda inner, _: [inner], range(5000), 0), "list that is nested too deeply"),
+    ],
+    ids=["tuple", "bytes", "json", "deep"],
+)
+def test_data_that_json_has_not_is_kept_as_text(tmp_path: Path, value: Any, text: str) -> None:
+    sample = msgspec.structs.replace(make_trajectory(8, 0), data={"grid": value})
+    SampleLog(tmp_path, 1).write(3, 2, [Group(8, [(sample, 1.0)])], [], {})
+    assert lines(tmp_path)[0]["data"] == {"grid": text}
+    assert describe(sample, Score())["data"] == {"grid": text}
 
 
 def test_samples_of_episodes_are_kept_with_all_that_was_said_in_each(tmp_path: Path) -> None:
