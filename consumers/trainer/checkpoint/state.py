@@ -52,9 +52,13 @@ def copy_tensors(tensors: dict[str, Any]) -> dict[str, Any]:
 
 
 def put_tensors(train: Learner, tensors: dict[str, Any]) -> None:
-    """Make ``tensors`` the state of training; a critic of which they have nothing stays as it is."""
+    """Make ``tensors`` the state of training; a critic of which they have nothing stays as it is.
+
+    Optimizers keep their settings, which may have changed since the checkpoint.
+    """
     for name, (module, update) in train.parts().items():
         if name in tensors:
+            settings = [{**group} for group in update.optimizer.param_groups]
             set_state_dict(
                 module,
                 update.optimizer,
@@ -62,6 +66,8 @@ def put_tensors(train: Learner, tensors: dict[str, Any]) -> None:
                 optim_state_dict=tensors[_optimizer(name)],
                 options=_options(module),
             )
+            for group, kept in zip(update.optimizer.param_groups, settings, strict=True):
+                group |= {key: value for key, value in kept.items() if key != "params"}
 
 
 def model_tensors(policy: Policy) -> dict[str, Any]:

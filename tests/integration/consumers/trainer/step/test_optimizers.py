@@ -109,15 +109,20 @@ def eager() -> Iterator[None]:
         yield
 
 
+def provide_package(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make torchao importable if the optimizer of this name needs it."""
+    if name == "adamw_8bit" and find_spec("torchao") is None:
+        (packages,) = environment_python("torchao").parents[1].glob("lib/python*/site-packages")
+        monkeypatch.setattr(sys, "path", [*sys.path, str(packages)])
+
+
 @pytest.mark.usefixtures("eager")
 @pytest.mark.parametrize("name", ["muon", "adamw_8bit"])
 def test_a_resumed_run_takes_the_same_steps_to_the_bit(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """From a checkpoint that was written while training continued, and after its state was in main memory."""
-    if name == "adamw_8bit" and find_spec("torchao") is None:
-        (packages,) = environment_python("torchao").parents[1].glob("lib/python*/site-packages")
-        monkeypatch.setattr(sys, "path", [*sys.path, str(packages)])
+    provide_package(name, monkeypatch)
     store, weights = CheckpointStore(tmp_path / "checkpoints"), []
     for resumed in (False, True):
         step = learner(model, tmp_path, name)
@@ -137,6 +142,41 @@ def test_a_resumed_run_takes_the_same_steps_to_the_bit(
             assert not compare(step, store.write(taken)).equal
         weights.append([p.detach().clone() for p in step.policy.parameters()])
     assert all(map(torch.equal, *weights))
+
+
+def settings_of(step: TrainStep) -> list[dict[str, Any]]:
+    groups = [group for _, update in step.parts().values() for group in update.optimizer.param_groups]
+    return [{name: value for name, value in group.items() if name != "params"} for group in groups]
+
+
+@pytest.mark.parametrize("kind", [{"name": "adamw"}, {"name": "adamw", "offload": True}, {"name": "muon"}])
+def test_a_resumed_run_has_the_settings_of_its_own_configuration(
+    model: Path, tmp_path: Path, kind: dict[str, Any]
+) -> None:
+    def made(**settings: Any) -> TrainStep:
+        optimizer = {**kind, **settings}
+        critic = {"optimizer": optimizer}
+        return learner(model, tmp_path, "", optimizer=optimizer, critic=critic, advantage={"name": "gae"})
+
+    store, resumed = CheckpointStore(tmp_path / "checkpoints"), made()
+    store.save(
+        made(weight_decay=0.1, betas=(0.8, 0.9), eps=1e-6, momentum=0.5), step=2, version=2, leader_term=1, extra={}
+    )
+    wanted = settings_of(resumed)
+    store.load(store.at(), resumed)
+    assert settings_of(resumed) == wanted
+
+
+def test_a_resumed_run_in_8_bits_has_its_own_settings(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    provide_package("adamw_8bit", monkeypatch)
+    store, resumed = CheckpointStore(tmp_path / "checkpoints"), learner(model, tmp_path, "adamw_8bit")
+    decayed = learner(model, tmp_path, "", optimizer={"name": "adamw_8bit", "weight_decay": 0.1, "eps": 1e-6})
+    store.save(decayed, step=2, version=2, leader_term=1, extra={})
+    wanted = settings_of(resumed)
+    store.load(store.at(), resumed)
+    assert settings_of(resumed) == wanted
 
 
 def test_a_checkpoint_of_another_optimizer_is_refused_by_its_name(model: Path, tmp_path: Path) -> None:
