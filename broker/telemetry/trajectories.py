@@ -22,6 +22,8 @@ KEEP_BYTES = 32 << 20
 """Most bytes of all kept trajectories; if they are long, fewer than KEEP are kept."""
 LONGEST_KEPT = 2 << 20
 """Most bytes of a kept trajectory."""
+LARGEST = 1 << 32
+"""Most bytes of one that may be kept; far above a message, to which the trainer adds a teacher's log-probabilities."""
 PER_STEP = 4
 PAGE = 50
 """Most entries in one reply."""
@@ -94,7 +96,7 @@ class TrajectoryStore(RunData):
         Returns the kept ones. terms: of the rewards, by task id and sample. moment: the end of their traces.
         """
         traced = ((replace(body, trace=body.trace + moment), reward) for body, reward in choose(trained, step))
-        bodies = [(item, encode(item[0], self._max_bytes)) for item in traced]
+        bodies = [(item, encode(item[0], LARGEST)) for item in traced]
         kept = [(item, body) for item, body in bodies if len(body) <= LONGEST_KEPT]
         if not kept:
             return []
@@ -215,7 +217,7 @@ class TrajectoryStore(RunData):
 
     def _kept(self, reading: _Reading, after: str | None, newest: bool) -> Iterator[StoredTrajectory]:
         for id, fields in self._pages(self._keys.recent, reading, after, newest):
-            trajectory = try_decode(fields.get(b"b", b""), Trajectory, self._max_bytes)
+            trajectory = try_decode(fields.get(b"b", b""), Trajectory, LONGEST_KEPT)
             if trajectory is not None:
                 score, step = try_decode(fields.get(b"r", b""), Score), number(fields.get(b"p"))
                 cursor = f"{TRAINED}:{id.decode()}"

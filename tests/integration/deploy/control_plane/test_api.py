@@ -2,7 +2,7 @@
 
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from urllib.error import HTTPError
@@ -318,6 +318,17 @@ def test_long_episodes_are_kept_for_reading_and_few_of_them(api: ControlPlane) -
     store.keep(99, [(too_long, 1.0), (make_trajectory(98, 0), 0.0)])
     assert api.ask("GET", "/v1/trajectories/98/0")[0] == 200
     assert api.ask("GET", "/v1/trajectories/99/0")[0] == 404
+
+
+def test_what_the_trainer_adds_to_a_sample_may_exceed_a_message(make_broker: Callable[..., Broker]) -> None:
+    """A teacher's log-probabilities, and moments of the trace."""
+    small = make_broker(max_message_bytes=4096)
+    take_over(small)
+    sample = make_trajectory(7, 0)
+    assert len(small.trajectory_store.keep(1, [(sample, 1.0)], moment=bytes(5000))) == 1
+    found = small.trajectory_store.get(7, 0)
+    assert found is not None
+    assert found.trajectory.trace == bytes(5000)
 
 
 def test_images_are_handed_out_as_png_files_to_those_who_may_read(broker: Broker, tmp_path: Path) -> None:
