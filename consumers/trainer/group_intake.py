@@ -200,7 +200,8 @@ class GroupIntake:
         rewards = [outcome.score.reward for outcome in scored]
         broken = {outcome.sample: outcome.score.broken_version for outcome in outcomes}
         versions = [version for version in broken.values() if version >= 0]
-        first, size = outcomes[0].score, outcomes[0].group_size
+        # A failed sample does not say of which dataset it is.
+        first, size = (scored or outcomes)[0].score, outcomes[0].group_size
         settings = self._context.config.trainer.advantage_of(first.dataset)
         term = settings.filter_term or ""
         compared = [outcome.score.components.get(term, outcome.score.reward) for outcome in scored]

@@ -93,6 +93,24 @@ def test_unrewarded_conversations_end_no_run(trainer: Callable[..., Trainer], br
     assert broker.connection.client.xlen(broker.connection.keys.dead) == 0
 
 
+def test_a_group_whose_first_sample_failed_has_the_advantage_of_its_dataset(
+    trainer: Callable[..., Trainer], broker: Broker, tmp_path: Path
+) -> None:
+    """That of the run would drop it, because one reward has no variance."""
+
+    def generate(tasks: TaskQueue, task_id: int, version: int) -> None:
+        tasks.fail_sample(task_id, 0, "raised")
+        sample = make_trajectory(task_id, 1, version=max(0, version - 1))
+        tasks.publish(task_id, [msgspec.structs.replace(sample, dataset="arithmetic")])
+
+    with Pipeline(broker, generate, lambda *_: Score(reward=1.0, dataset="arithmetic")):
+        trainer(steps=2, advantage={"name": "centered"}, datasets={"arithmetic": {"advantage": {"name": "raw"}}}).run(
+            StopFlag()
+        )
+    assert groups_of_steps(tmp_path) == [2] * 2
+    assert not broker.ledger.read_state().dropped
+
+
 @pytest.mark.parametrize(
     ("shape", "expert", "reason"),
     [
