@@ -17,7 +17,7 @@ import zstandard
 from consumers.trainer.checkpoint.files import refuse_older_names
 from schemas.codec import BadMessage, decode, encode
 from schemas.errors import ConfigError
-from schemas.messages import RecordedGroup, StepRecord
+from schemas.messages import TENANT, RecordedGroup, StepRecord, Trajectory
 from schemas.system.files import atomic_write, disk_errors
 
 if TYPE_CHECKING:
@@ -83,14 +83,18 @@ def step_record(groups: Sequence[Group], **fields: Any) -> StepRecord:
     # Imported here: reading the files needs no PyTorch.
     import torch
 
+    def stripped(sample: Trajectory) -> Trajectory:
+        # Training reads neither the texts nor the data of a sample, but for whose it is.
+        data = {name: value for name, value in sample.data.items() if name == TENANT}
+        return msgspec.structs.replace(sample, prompt="", completion="", data=data)
+
     return StepRecord(
         threads=torch.get_num_threads(),
         torch=str(torch.__version__),
         groups=[
             RecordedGroup(
                 group.task_id,
-                # Training reads neither the texts nor the data of a sample.
-                [msgspec.structs.replace(each, prompt="", completion="", data={}) for each, _ in group.samples],
+                [stripped(sample) for sample, _ in group.samples],
                 [reward for _, reward in group.samples],
                 dict(group.images),
             )

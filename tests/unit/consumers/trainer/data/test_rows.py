@@ -30,8 +30,10 @@ def planned(
     aggregation: str = "token_mean",
     dp_size: int = 1,
     advantage: AnyAdvantage = centered,
+    by_tenant: bool = False,
 ) -> StepPlan:
-    return StepPlanner(advantage, AGGREGATIONS.get(aggregation), budget, max_tokens=7, dp_size=dp_size).plan(groups)
+    means = AGGREGATIONS.get(aggregation)
+    return StepPlanner(advantage, means, budget, max_tokens=7, dp_size=dp_size, by_tenant=by_tenant).plan(groups)
 
 
 def episodes(lengths: list[int], seed: int) -> list[Group]:
@@ -168,13 +170,23 @@ def test_rows_of_a_sample_travel_to_ranks_as_they_are() -> None:
 
 
 def test_a_recorded_step_is_planned_again_as_it_was(tmp_path: Path) -> None:
-    groups = [Group(0, [(branching(), 1.0), (make_episode(0, 1, 9), 0.0)])]
+    samples = [(branching(), 1.0), (make_episode(0, 1, 9), 0.0), (make_episode(0, 2, 5), 1.0)]
+    groups = [
+        Group(
+            0,
+            [
+                (msgspec.structs.replace(sample, data={"tenant": name, "other": "text"}), reward)
+                for (sample, reward), name in zip(samples, "aab", strict=True)
+            ],
+        )
+    ]
     files = BatchFiles(tmp_path)
     files.write(step_record(groups, step=3, version=3, leader_term=1, world=1, parallel={}))
     (read,) = files.read(3).groups
     again = [Group(read.task_id, list(zip(read.samples, read.rewards, strict=True)))]
-    for advantage in (Turns(turn_gamma=0.5), Gae()):
-        one, other = (planned(each, advantage=advantage).batch() for each in (groups, again))
+    assert [sample.data for sample in read.samples] == [{"tenant": name} for name in "aab"]
+    for advantage, by_tenant in ((Turns(turn_gamma=0.5), False), (Gae(), False), (centered, True)):
+        one, other = (planned(each, advantage=advantage, by_tenant=by_tenant).batch() for each in (groups, again))
         for a, b in zip(one.micro_batches, other.micro_batches, strict=True):
             assert_equal(a, b)
 
