@@ -77,7 +77,7 @@ class PpoStep(Learner):
                 everything = [torch.ones_like(data.advantages, dtype=torch.bool)]
                 data = replace(data, advantages=whiten([data.advantages], everything, self.ranks.all_reduce_sum)[0])
             proximal = cast(Any, actor)(data.observations, data.actions)[0]
-        lr, shuffle = self.schedule.at(done + 1), torch.Generator().manual_seed(self.seed * 1_000_003 + done)
+        lr, shuffle = self.schedule.at(done + 1), torch.Generator().manual_seed((self.seed * 1_000_003 + done) % 2**63)
         sums, norms, skipped, updates = [0.0] * 6, 0.0, 0, 0
         for _ in range(self.epochs):
             for chosen in torch.randperm(len(data), generator=shuffle).chunk(self.minibatches):

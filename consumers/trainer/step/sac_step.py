@@ -69,7 +69,7 @@ class SacStep(Learner):
         first, end = int(before * ratio), int(self.buffer.count * ratio)
         updates = end - first if self.buffer.count >= settings.start else 0
         rng = np.random.default_rng([self.seed, done])
-        noise = torch.Generator().manual_seed(self.seed * 1_000_003 + done)
+        noise = torch.Generator().manual_seed((self.seed * 1_000_003 + done) % 2**63)
         lr = self.schedule.at(done + 1)
         with timer.phase("optimizer"):
             found = [

@@ -183,6 +183,12 @@ def test_a_trainer_rebuilt_at_any_step_ends_with_the_same_bits(tmp_path: Path, o
     assert left[0] == 48, "the checkpoint of step 15 was still there: it begins at transition 56, and a file has 24"
 
 
+def test_a_seed_may_be_large(tmp_path: Path) -> None:
+    step = make_step(tmp_path)
+    step.seed = 2**62
+    assert train(step, 0)["updates"]
+
+
 def test_draws_follow_from_seed_and_step(tmp_path: Path) -> None:
     buffer = ReplayBuffer(tmp_path, 100, 3, 1)
     buffer.add([trajectory(1), trajectory(2)])
