@@ -116,6 +116,8 @@ class LocalWeights:
             aside = self._state.with_suffix(".part")
             shutil.copyfile(self._path, aside)
             os.replace(aside, self._state)
+            if self._path.is_relative_to(self._folder):
+                self._path.unlink(missing_ok=True)
         self._path = self._state
 
     def _apply(self, manifest: Manifest) -> None:

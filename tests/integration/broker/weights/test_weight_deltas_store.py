@@ -301,6 +301,14 @@ def test_what_was_fetched_stays_until_the_next_fetch_though_the_trainer_frees_it
     assert not [file for file in (tmp_path / "in").rglob("*") if file.is_file()]
 
 
+def test_a_copy_that_deltas_change_leaves_no_whole_file_behind(
+    trainer: ChangingWeights, generator: LocalWeights, kind: str, tmp_path: Path
+) -> None:
+    for version in range(1, 4):
+        assert trainer.is_at(generator.fetch(trainer.publish(version)))
+    assert [path.name for path in (tmp_path / "in").rglob("*") if path.is_file()] == ["state.safetensors"]
+
+
 def test_a_file_system_without_links_gets_a_copy(
     trainer: ChangingWeights, generator: LocalWeights, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
