@@ -18,7 +18,7 @@ METRICS: dict[str, str] = {
     "episode/{}": "Mean of a number that the workflow gives as a metric, over the samples that have it;"
     " 64 names of up to 64 characters, chosen by how many samples have them.",
     "eval/{}": "Results of an evaluation on held-out prompts (reward, length, and its weight version), in the line of"
-    " the first step after it was complete; trackers get them at once.",
+    " the first step after it was complete that has no other; trackers get them at once.",
     "eval/{}/accuracy": "Share of correct samples of an evaluated dataset, the mean over all samples of a prompt.",
     "eval/{}/pass@{}": "Share of its prompts of which one of k samples is correct, without bias (Chen et al. 2021).",
     "eval/{}/reward": "Mean reward of its samples.",

@@ -8,6 +8,7 @@ and everything that an older term writes after it.
 
 import json
 import time
+from collections import deque
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -54,8 +55,8 @@ class StepLog:
         self._sample_log = SampleLog(folder, context.config.trainer.log_groups)
         write_environment(folder, context.config.base, self._ranks.world)
         self._last: dict[str, Any] = {}
-        self._evaluated: dict[str, Any] = {}
-        """Metrics of the newest evaluation that no line has yet."""
+        self._evaluated: deque[dict[str, Any]] = deque()
+        """Metrics of the evaluations that no line has yet."""
         self._samples: list[tuple[Trajectory, float]] = []
         self._terms: Terms = {}
         self._next_look = 0.0
@@ -82,8 +83,8 @@ class StepLog:
         times = self._context.timer.lap()
         self.tokens_per_s = result.metrics["tokens"] / times["total"]
         figures = self._figures(batch, result) | {f"time/{name}_s": seconds for name, seconds in times.items()}
-        self._append(self._metrics, figures | self._evaluated)
-        self._last, self._evaluated = figures, {}
+        self._append(self._metrics, figures | (self._evaluated.popleft() if self._evaluated else {}))
+        self._last = figures
         worked = result.seconds.get("total", 0.0) + times.get("publish", 0.0)
         samples = [sample for group in batch.groups for sample in group.samples]
         step = self._progress.step
@@ -99,7 +100,7 @@ class StepLog:
         self.write_evaluations()
 
     def write_evaluations(self) -> None:
-        """Write complete evaluations; metrics.jsonl gets them with the next step. Repair open ones that lost a part."""
+        """Write complete evaluations, in metrics.jsonl with the next steps, and repair open ones that lost a part."""
         evaluation = self._config.eval
         if evaluation is None:
             return
@@ -138,8 +139,9 @@ class StepLog:
             known = {"reward": line["mean"], "length": line["length"], "version": line["version"]}
             for label, of in result.datasets.items():
                 known |= {f"{label}/{name}": value for name, value in figures(label, of).items()}
-            self._evaluated = {f"eval/{name}": value for name, value in known.items() if value is not None}
-            self._trackers.log_evaluation(self._progress.step, self._evaluated)
+            evaluated = {f"eval/{name}": value for name, value in known.items() if value is not None}
+            self._evaluated.append(evaluated)
+            self._trackers.log_evaluation(self._progress.step, evaluated)
             self._log_completions()
         self._eval_sample_log.write(self.evaluations.lines)
 
@@ -182,11 +184,11 @@ class StepLog:
         self._trackers.flush()
 
     def close(self) -> None:
-        """Close all files. If an evaluation came after the last step, write that step's line again with it."""
-        if self._evaluated and self._last:
+        """Close all files. Write the last step's line again with each evaluation that no line has."""
+        for evaluated in self._evaluated if self._last else ():
             # Without times, which would be counted twice.
             figures = {name: value for name, value in self._last.items() if not name.startswith("time/")}
-            self._append(self._metrics, figures | self._evaluated)
+            self._append(self._metrics, figures | evaluated)
         self._trackers.close()
         self._traces.close()
         self._metrics.close()

@@ -266,6 +266,23 @@ def test_a_complete_evaluation_is_sent_with_texts(make: Callable[..., Trainer], 
     assert [row[3] for row in table["rows"]] == [0.0, 1.0, 1.0], "from the worst to the best"
 
 
+def test_evaluations_that_complete_at_once_are_in_the_lines_of_steps_one_by_one(
+    make: Callable[..., Trainer], broker: Broker, tmp_path: Path
+) -> None:
+    trainer = make()
+    trainer.config.eval = EvalConfig(dataset=DatasetConfig(name="arithmetic"))
+    fields = {"n": 4, "scored": 4, "sum": 3.0, "tokens": 40, "time": 7.0}
+    known = {f"{version}:{name}": value for version in (0, 1, 2) for name, value in fields.items()}
+    broker.connection.client.hset(broker.connection.keys.evals, mapping=known)
+    trainer.step_log.write_evaluations()
+    # Nothing waits for the evaluation of the last version.
+    trainer.config.eval = None
+    with Pipeline(broker):
+        trainer.run(StopFlag())
+    lines = read_lines(tmp_path / "run" / "metrics.jsonl")
+    assert [line.get("eval/version") for line in lines] == [0, 1, 2, None, None]
+
+
 def test_completions_also_come_with_checkpoints(make: Callable[..., Trainer], broker: Broker, tmp_path: Path) -> None:
     with Pipeline(broker):
         make("own.py:Tables", log_completions=1).run(StopFlag())
