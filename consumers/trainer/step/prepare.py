@@ -49,7 +49,12 @@ class Preparation:
 
     def run_on_host(self, batch: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
         """Add to micro-batches that have not left the host what a reference in main memory computes of them."""
-        return self._with_reference(self.reference, batch) if self.reference is not None and self._on_host else batch
+        if self.reference is None or not self._on_host:
+            return batch
+        # Where ranks share the policy's tokens, each computes the reference by itself, without a collective.
+        alone = [replace(micro, layout=None) if _is_shared(micro) else micro for micro in batch]
+        scored = self._with_reference(self.reference, alone)
+        return [replace(one, layout=micro.layout) for one, micro in zip(scored, batch, strict=True)]
 
     def run(
         self, policy: Policy, batch: Sequence[MicroBatch], version: int, all_reduce_sum: AllReduceSum
@@ -122,3 +127,9 @@ class Preparation:
         scores = policy(**micro.to(policy.device).inputs(replayed))
         logprobs: Tensor = scores.logprobs.to(micro.mask.device)
         return logprobs
+
+
+def _is_shared(micro: MicroBatch) -> bool:
+    """Return whether several ranks compute the tokens of a micro-batch together."""
+    packed = None if micro.layout is None else micro.layout.packed
+    return packed is not None and packed.context is not None

@@ -3,12 +3,13 @@
 import copy
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -16,10 +17,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Gemma2Config, Gemma2ForCausalLM, PreTrainedModel
 
 from consumers.trainer.data.groups import Group
+from consumers.trainer.distributed.parts import Part
 from consumers.trainer.model.policy import Policy, load_model
 from consumers.trainer.step.critic import Critic
 from consumers.trainer.step.gradient_update import lr_factor
-from consumers.trainer.step.train_step import TrainStep
+from consumers.trainer.step.train_step import TrainStep, laid_out
 from schemas.codec import Array
 from schemas.config import OptimizerConfig
 from schemas.errors import ConfigError, DataError
@@ -340,3 +342,19 @@ def test_a_users_own_aggregation(model: PreTrainedModel, tmp_path: Path) -> None
         wrong.planner.plan(groups)
     with pytest.raises(ConfigError, match=r"'token_meen' is not known, must be one of constant, .*token_mean"):
         make_step(model, aggregation="token_meen")
+
+
+def test_a_reference_in_main_memory_calls_no_rank_that_shares_the_tokens(model: PreTrainedModel) -> None:
+    """Their group is of GPUs, and takes no tensor in main memory."""
+    reference = Policy(copy.deepcopy(model))
+    step = make_train_step(Policy(copy.deepcopy(model)), {"kl": {"coef": 0.5}}, reference=reference)
+    assert step.preparation is not None
+    (micro,) = step.planner.plan(make_groups([3, 2])).batch().micro_batches
+    step.policy.context = Part(cast(dist.ProcessGroup, None), rank=0, size=2)
+    shared = laid_out(micro, step.policy)
+    (scored,) = step.preparation.run_on_host([shared])
+    (alone,) = step.preparation.run_on_host([micro])
+    assert scored.reference_logprobs is not None
+    assert alone.reference_logprobs is not None
+    assert torch.equal(scored.reference_logprobs, alone.reference_logprobs)
+    assert scored.layout is shared.layout
