@@ -124,8 +124,8 @@ class AdvantageConfig(Section):
     args: dict[str, Any] = {}
     """Arguments of the advantage."""
     normalise: bool = False
-    """Subtract the mean of the advantages of all loss tokens of the step, and divide by their standard deviation. On
-    top of what the advantage itself divides by, as in AReaL."""
+    """Subtract the mean of the advantages of all rewarded loss tokens of the step, and divide by their standard
+    deviation. On top of what the advantage itself divides by, as in AReaL."""
     by_name: bool = False
     """Give a sample one advantage for each agent name among its rows: rows are compared with rows of the same name in
     the group. For advantages that compare a group's samples."""

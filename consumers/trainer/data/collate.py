@@ -40,7 +40,7 @@ class MicroBatch:
     teacher_weights: float32 [R, T-1], of each token in the teacher's part of the step's loss; None if no row has a
     teacher. With it, ``reference_logprobs`` came with the rows. supervised_weights: the same of the supervised part,
     above 0 for each token of a given answer and nowhere else; None if no row is one. loss: int64 [R], number of each
-    row's loss, see Objective.others; None if all have the run's.
+    row's loss, see Objective.others; None if all have the run's. rewarded: bool [R], None if all rows have a reward.
 
     Known before the gradient if the configuration asks for it (step/prepare.py), [R, T-1]: proximal_logprobs,
     reference_logprobs, values, returns, and kept, the tokens that the loss chose. layout: how the policy computes it.
@@ -63,6 +63,7 @@ class MicroBatch:
     teacher_weights: Tensor | None = None
     supervised_weights: Tensor | None = None
     loss: Tensor | None = None
+    rewarded: Tensor | None = None
     proximal_logprobs: Tensor | None = None
     reference_logprobs: Tensor | None = None
     kept: Tensor | None = None
@@ -79,6 +80,11 @@ class MicroBatch:
     def sampled(self) -> Tensor:
         """Loss tokens that the policy sampled, bool [R, T-1]: all but those of given answers."""
         return self.mask if self.supervised_weights is None else self.mask & (self.supervised_weights == 0)
+
+    @property
+    def credited(self) -> Tensor:
+        """Loss tokens of samples with a reward, bool [R, T-1]: they alone are compared, and the critic learns them."""
+        return self.sampled if self.rewarded is None else self.sampled & self.rewarded[:, None]
 
     def inputs(self, replayed: bool = True) -> dict[str, Any]:
         """Return the arguments of a policy. replayed: with the experts of the rollout, if they are known."""
@@ -148,6 +154,7 @@ def collate(rows: Sequence[TrainRow], images: ImageFiles | None = None) -> Micro
         teacher_weights=spread([row.teacher_weight for row in rows]) if taught else None,
         supervised_weights=spread(supervised) if any(supervised) else None,
         loss=torch.tensor([row.loss for row in rows]) if any(row.loss for row in rows) else None,
+        rewarded=None if all(row.rewarded for row in rows) else torch.tensor([row.rewarded for row in rows]),
         reference_logprobs=shifted(
             lambda row: 0.0 if (given := row.cut.teacher_logprobs) is None else given.numpy(), 0, np.float32
         )

@@ -251,6 +251,7 @@ class StepPlanner:
                 teacher_weight=float(teacher[row.sample]),
                 supervised_weight=float(given[row.sample]),
                 loss=self.losses.get(datasets[row.sample], 0),
+                rewarded=bool(rewarded[row.sample]),
             )
             for number, (row, advantage) in enumerate(zip(samples.rows, credited.rows, strict=True))
         ]

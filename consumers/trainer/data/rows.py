@@ -61,6 +61,7 @@ class TrainRow(msgspec.Struct, frozen=True, gc=False):
     tokens in the step's loss. sequence, group: its index, and that of its group, in the step. temperature: with which
     its tokens were sampled, 1 for a given answer. teacher_weight, supervised_weight: of each of its loss tokens in the
     teacher's and in the supervised part of the step's loss. loss: number of its dataset's loss, see Objective.others.
+    rewarded: whether its dataset has a reward.
     """
 
     cut: CutRow
@@ -72,6 +73,7 @@ class TrainRow(msgspec.Struct, frozen=True, gc=False):
     teacher_weight: float = 0.0
     supervised_weight: float = 0.0
     loss: int = 0
+    rewarded: bool = True
 
 
 @dataclass(frozen=True)

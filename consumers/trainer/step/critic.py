@@ -88,6 +88,7 @@ class CriticStep:
     ) -> None:
         self.critic = ranks.prepare(critic, dtype)
         self.settings = settings
+        self._ranks = ranks
         self.schedule = Schedule(settings.optimizer, settings.optimizer.lr, steps)
         optimizer = build_optimizer(self.critic, settings.optimizer)
         self.update = GradientUpdate(self.critic, optimizer, ranks, settings.optimizer.max_grad_norm, dtype)
@@ -102,16 +103,17 @@ class CriticStep:
         found: Tensor = self.critic(micro.tokens, micro.mask, micro.lengths, micro.images, micro.layout)
         return found
 
-    def run(self, batch: Sequence[MicroBatch], tokens: float, done: int) -> dict[str, float]:
+    def run(self, batch: Sequence[MicroBatch], done: int) -> dict[str, float]:
         """Update the critic unless something is not finite; returns metrics of all ranks.
 
-        batch: micro-batches with the values before the step, and the returns. tokens: loss tokens of the step, over
-        which the loss is a mean. done: steps before this one. critic_error: root mean square of return
+        batch: micro-batches with the values before the step, and the returns; the loss is a mean over the loss tokens
+        of samples with a reward. done: steps before this one. critic_error: root mean square of return
         - value over that of the returns, 1 for a critic that says 0. critic_explained_variance: the share of the
         returns' variance that the values explain, 1 at best, 0 for a constant, below for worse; left out where all
         returns are equal.
         """
         lr = self.schedule.at(done + 1)
+        (tokens,) = self._ranks.all_reduce_sum([float(sum(micro.credited.sum() for micro in batch))])
         update = self.update.run(lambda: self._accumulate(batch, tokens), lr)
         loss, error, square, count, error_sum, return_sum = update.sums.values
         metrics = {
@@ -135,11 +137,11 @@ class CriticStep:
                 continue
             values = self.critic(micro.tokens, micro.mask, micro.lengths, micro.images, micro.layout)
             loss = value_loss(values, old_values, returns, self.settings.clip)
-            total = torch.where(micro.sampled, loss, 0.0).sum() / max(tokens, 1.0)
+            total = torch.where(micro.credited, loss, 0.0).sum() / max(tokens, 1.0)
             self.update.backward(total)
-            errors, found = (torch.where(micro.sampled, x, 0.0).double() for x in (returns - old_values, returns))
+            errors, found = (torch.where(micro.credited, x, 0.0).double() for x in (returns - old_values, returns))
             squares = errors.square().sum(), found.square().sum()
             seen.append(
-                torch.stack([total.detach().double(), *squares, micro.sampled.sum(), errors.sum(), found.sum()])
+                torch.stack([total.detach().double(), *squares, micro.credited.sum(), errors.sum(), found.sum()])
             )
         return Sums(torch.stack(seen).sum(0).tolist() if seen else [0.0] * 6)

@@ -69,7 +69,9 @@ class Preparation:
             batch = [replace(micro, values=self.critic.values(micro)) for micro in batch]
         batch = self._with_advantages(batch, all_reduce_sum)
         if self.normalise:
-            whitened = whiten([micro.advantages for micro in batch], [micro.sampled for micro in batch], all_reduce_sum)
+            whitened = whiten(
+                [micro.advantages for micro in batch], [micro.credited for micro in batch], all_reduce_sum
+            )
             batch = [replace(micro, advantages=found) for micro, found in zip(batch, whitened, strict=True)]
         select_tokens = self.objective.loss.select_tokens
         if select_tokens is None and not self.score_proximal:
@@ -113,11 +115,11 @@ class Preparation:
         ]
 
     def _rewards(self, micro: MicroBatch) -> TokenRewards:
-        sequences = Sequences(micro.sequence_ids, micro.sampled)
+        sequences = Sequences(micro.sequence_ids, micro.credited)
         # For an advantage of tokens, ``advantages`` still holds the rewards.
         rewards = torch.zeros_like(micro.advantages) if self.token_advantage is None else micro.advantages
         if self.kl_in_reward and micro.reference_logprobs is not None:
-            given = (micro.rollout_logprobs, micro.reference_logprobs, micro.sampled)
+            given = (micro.rollout_logprobs, micro.reference_logprobs, micro.credited)
             rewards = rewards - self.kl_in_reward * kl_reward(self.objective.estimator, *given)
         return TokenRewards(rewards, sequences, micro.values)
 

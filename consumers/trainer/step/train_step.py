@@ -100,7 +100,7 @@ class TrainStep(Learner):
             if update.skipped or self.critic is None:
                 return update, {}
             self.critic.schedule.steps = self.schedule.steps
-            return update, self.critic.run(minibatch, update.sums.sums["tokens"], self.schedule.done)
+            return update, self.critic.run(minibatch, self.schedule.done)
 
     def _accumulate(self, batch: Sequence[MicroBatch], version: int, timer: StepTimer) -> StepMeter:
         """Run all forward and backward passes, then count metrics, which wait for the device; return this rank's."""

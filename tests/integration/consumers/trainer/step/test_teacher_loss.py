@@ -18,7 +18,8 @@ from consumers.reward.scorer import Scorer
 from consumers.trainer.data.groups import Group
 from consumers.trainer.model.policy import Policy, load_model
 from consumers.trainer.step.build import build_train_step
-from consumers.trainer.step.train_step import StepResult, TrainStep
+from consumers.trainer.step.critic import Critic
+from consumers.trainer.step.train_step import StepResult, TrainStep, laid_out
 from schemas.codec import Array
 from schemas.config import RewardConfig, RewardTerm, parse_config
 from schemas.messages import Trajectory
@@ -40,7 +41,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedModel:
 
 
 def make_step(
-    model: PreTrainedModel, terms: Sequence[dict[str, Any]], reference: Policy | None = None, **trainer: object
+    model: PreTrainedModel, terms: Sequence[dict[str, Any]], reference: Policy | None = None, **trainer: Any
 ) -> TrainStep:
     kl = {"coef": 0.7} if reference is not None else {"coef": 0.7, "reference": "teacher"}
     config = parse_config(
@@ -52,7 +53,8 @@ def make_step(
             "trainer": {"optimizer": {"lr": 1e-3}, "kl": kl, **trainer},
         }
     )
-    return build_train_step(config, policy=Policy(copy.deepcopy(model)), reference=reference)
+    critic = Critic(copy.deepcopy(model)) if "critic" in trainer else None
+    return build_train_step(config, policy=Policy(copy.deepcopy(model)), reference=reference, critic=critic)
 
 
 def run(step: TrainStep, groups: Sequence[Group]) -> tuple[Tensor, StepResult]:
@@ -168,3 +170,37 @@ def test_each_part_is_a_mean_over_its_own_samples(model: PreTrainedModel) -> Non
         parts.append(weight * alone * tokens[place] / (tokens[0] + tokens[2]))
     assert torch.allclose(together, sum(parts, torch.zeros_like(together)), rtol=1e-4, atol=1e-6)
     assert result.metrics["taught_fraction"] == pytest.approx((tokens[0] + tokens[2]) / sum(tokens))
+
+
+@pytest.mark.parametrize(
+    "trainer",
+    [
+        {"advantage": {"name": "centered", "normalise": True}},
+        {"advantage": {"name": "reinforce_pp"}},
+        {"advantage": {"name": "gae"}, "critic": {"optimizer": {"lr": 1e-3}}},
+    ],
+    ids=["normalise", "reinforce_pp", "gae"],
+)
+def test_samples_without_a_reward_change_no_credit_of_others(model: PreTrainedModel, trainer: dict[str, Any]) -> None:
+    """Neither their advantages nor what the critic learns."""
+    groups = make_groups([4, 4, 4], seed=8)
+    rewarded = changed(groups[:1], lambda sample: msgspec.structs.replace(sample, dataset="b"))
+
+    def distilled(sample: Trajectory) -> Trajectory:
+        says = Array.of([-1.0] * len(sample.tokens), "f4")
+        return msgspec.structs.replace(sample, dataset="a", teacher_logprobs=says)
+
+    advantages, critics = [], []
+    for batch in (rewarded, [*rewarded, *changed(groups[1:], distilled)]):
+        step = make_step(model, [{"name": "exact", "datasets": ["b", "c"]}, teacher("a")], **trainer)
+        assert step.preparation is not None
+        planned = step.planner.plan(batch).batch()
+        micros = [laid_out(micro, step.policy) for micro in planned.micro_batches]
+        found = step.preparation.run(step.policy, micros, 5, step.ranks.all_reduce_sum)
+        of_first = [micro.advantages[micro.mask & (micro.group == 0)[:, None]] for micro in found]
+        advantages.append(torch.cat(of_first).sort().values)
+        metrics = step.run(planned, version=5).metrics
+        critics.append([value for name, value in metrics.items() if name.startswith("critic_")])
+    assert float(advantages[0].abs().max()) > 0.1
+    assert torch.allclose(advantages[0], advantages[1], atol=1e-5)
+    assert critics[0] == pytest.approx(critics[1], rel=1e-4)
