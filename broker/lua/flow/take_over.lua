@@ -172,6 +172,9 @@ if redis.call('EXISTS', PROMPTS) == 0 and ARGV[2] ~= '' then redis.call('SET', P
 -- Numbers never go back: a published version always names the same weights.
 local version = math.max(tonumber(known[2] or 0), lost and own.version_if_lost or own.version)
 redis.call('SET', LEADER_TERM, leader_term)
+-- An order of steps, which may be that of eval.patience, ends when the configuration has another number of them.
+local own_steps = tonumber(redis.call('HGET', CTL, 'own_steps') or own.steps)
+for _, key in ipairs(own_steps ~= own.steps and {CTL, RUN_CONTROL} or {}) do redis.call('HDEL', key, 'set:steps') end
 redis.call('HSET', CTL, 'schema', string.format('%d', own.schema), 'leader_term', n, 'version', string.format('%d', version), 'state', 'running')
 redis.call('HSET', CTL, 'own_steps', string.format('%d', own.steps), 'window', string.format('%d', own.window))
 redis.call('HSET', CTL, 'own_staleness', string.format('%d', own.staleness), 'own_batch', string.format('%d', own.batch))

@@ -202,6 +202,18 @@ def test_settings_that_services_read_outlive_a_broker_that_lost_all(broker: Brok
     assert (state.control.settings, state.steps) == ({"temperature": 0.85, "eval_every": 5, "checkpoint_every": 3}, 100)
 
 
+def test_an_order_of_steps_ends_with_a_takeover_whose_configuration_has_other_steps(broker: Broker) -> None:
+    """It may be the trainer's own, of eval.patience: raising trainer.steps has to continue the run."""
+    take_over(broker, steps=5)
+    broker.ledger.change_settings({"steps": 2, "lr": 1e-5})
+    take_over(broker, steps=5, fresh=False)
+    state = broker.ledger.read_state()
+    assert (state.steps, state.control.settings) == (2, {"steps": 2, "lr": 1e-5}), "as configured before"
+    take_over(broker, steps=9, fresh=False)
+    state = broker.ledger.read_state()
+    assert (state.steps, state.settings, state.control.settings) == (9, {"lr": 1e-5}, {"lr": 1e-5})
+
+
 def test_a_run_is_given_more_steps_than_it_has_taken(broker: Broker) -> None:
     take_over_as(broker, change_request(WINDOWED, step=7))
     with ControlPlane(broker, broker.connection.keys.run) as api:
