@@ -23,6 +23,7 @@ elseif stands and redis.call('ZREM', SLOTS, task) == 1 then
   redis.call('HINCRBY', COUNTS, 'failed:dead_letter', 1)
   local prompt = prompt_of(task)
   if prompt then note_outcome(prompt, '') end
+  end_tokens(task, 'dead_letter')
   redis.call('HINCRBY', COUNTS, 'samples_failed', forget(task))
   note_failed(task)
   changed('close_group')

@@ -35,6 +35,18 @@ def test_tokens_end_as_their_group_does(broker: Broker) -> None:
     assert broker.ledger.read_state().tokens_in_flight == 2
 
 
+def test_tokens_of_a_group_that_no_generator_survives_end_with_it(broker: Broker) -> None:
+    take_over(broker)
+    broker.ledger.admit(make_task(0))
+    queue = broker.task_queue("g")
+    (delivery,) = queue.read(10, 10)
+    assert queue.publish(0, [make_trajectory(0, 0)]) == ["ok"]
+    for _ in range(2):
+        broker.connection.run_script("fail_task", "tasks", delivery.entry_id, 0, b"letter")
+    state = broker.ledger.read_state()
+    assert (state.tokens_generated, state.tokens, state.tokens_in_flight) == (1, {"dead_letter": 1}, 0)
+
+
 def test_a_sample_that_two_generators_made_counts_once_and_once_as_made_again(broker: Broker) -> None:
     take_over(broker)
     broker.ledger.admit(make_task(0))
