@@ -43,7 +43,7 @@ class QuestionAnswer(Message, kw_only=True, tag="question_answer"):
 class LiveEpisode(msgspec.Struct, frozen=True):
     """The record of a conversation.
 
-    run: identity of the run. seat: the sample, as TASK:SAMPLE. url: base address of its session in ``generator``, "" if
+    run: identity of the run. seat: the sample, as TASK-SAMPLE. url: base address of its session in ``generator``, "" if
     no generator holds it. begun: Unix seconds, 0 for one that waits for a user. reward: as text, None before it came.
     ended: whether it ended without one.
     """

@@ -1,5 +1,5 @@
 -- KEYS: LIVE LIVE_SEATS LIVE_BEGUN GROUPS
--- ARGV: sample (TASK:SAMPLE), id for a new episode ('' to let go of it), address of its session, generator. A generator
+-- ARGV: sample (TASK-SAMPLE), id for a new episode ('' to let go of it), address of its session, generator. A generator
 -- offers a sample to a user's conversation, or says where the conversation of the sample continues, or that this session
 -- does not continue it. LIVE has the record of each episode by its id, and under seat:SAMPLE the id; LIVE_SEATS the ids
 -- that no conversation has yet. Returns id and record, nothing for a session that let go.

@@ -6,6 +6,8 @@ import pytest
 from broker.client import Broker
 from broker.flow.trainer_session import TrainerSession
 from broker.queues import live_episodes
+from broker.queues.dead_letters import letter_bytes
+from schemas.messages import DeadLetter
 from tests.support.broker.prompt_groups import make_task
 from tests.support.broker.trainer_sessions import take_over
 
@@ -82,6 +84,26 @@ def test_conversations_whose_samples_are_made_again_are_gone(broker: Broker) -> 
     assert live.reward(ids[1], "a", 1.0, 60) == ("unknown", None)
     again, record = live.register("1-0", "http://g")
     assert (again in ids, record.begun, record.reward) == (False, 0, None)
+
+
+def test_a_group_that_is_asked_for_again_begins_a_new_conversation(broker: Broker) -> None:
+    """The reward of the first would end the group before a user comes."""
+    take_over(broker)
+    broker.ledger.admit(make_task(0, n=1))
+    live = broker.live_episodes("g")
+    id, _ = live.register("0-0", "http://g")
+    assert live.begin("a") is not None
+    assert live.reward(id, "a", 1.0, 60) == ("ok", 1.0)
+    (delivery,) = broker.task_queue("g").read(1, 1)
+    letter = letter_bytes(DeadLetter(source="x", reason="no", deliveries=9, payload=b"", task_id=0), 9)
+    broker.connection.run_script("fail_task", "tasks", delivery.entry_id, 0, letter)
+    (filed,) = broker.dead_letters.page(9, None, newest=False)[0]
+    assert broker.dead_letters.requeue(filed.id) == "ok"
+    assert broker.ledger.admit(make_task(0, n=1)).answer == "ok"
+    again, record = live.register("0-0", "http://g")
+    assert (again == id, record.begun, record.reward) == (False, 0, None)
+    assert live.reward(id, "a", 0.0, 60) == ("unknown", None)
+    assert broker.connection.client.zcard(broker.connection.keys.live_begun) == 0
 
 
 def test_the_first_of_rewards_and_end_counts(broker: Broker) -> None:
