@@ -13,6 +13,7 @@ class ScoredSample(msgspec.Struct, frozen=True, gc=False):
 
     scored_id: its entry in the scores, followed by ``/SAMPLE`` if the entry holds several samples of the group.
     trajectory_id: None if the sample failed. excluded: whether it was published and its reward failed.
+    A sample of -1 is the end of a group that no generator could read or survive: its earlier outcomes count no more.
     """
 
     scored_id: bytes

@@ -240,7 +240,8 @@ class TrainerSession(RunData):
         outcomes = outcomes_in(fields)
         if not outcomes:
             nothing = Score(status="error", reason="not an outcome")
-            return [ScoredSample(entry_id, -1, -1, -1, None, nothing)]
+            ended = number(fields.get(b"t")) if b"end" in fields else -1
+            return [ScoredSample(entry_id, ended, -1, -1, None, nothing)]
         task_id, size, alone = number(fields.get(b"t")), number(fields.get(b"n")), len(outcomes) == 1
         found: list[ScoredSample] = []
         for sample, place, body in outcomes:

@@ -160,7 +160,7 @@ end
 -- SAMPLES holds the place of a sample, ENTRY/BODY: its entry in the trajectories and the field of its body in BODIES; with
 -- '=' before it once it is scored; '-' if it failed. Bodies are large and never pass through a script.
 -- An entry of SCORED has outcomes of one group that came together: its task (t), its number of samples (n), and under
--- SAMPLE:PLACE the score of each.
+-- SAMPLE:PLACE the score of each. One with `end` says that the group, which users may requeue, lost those before it.
 local function entry_of(place)
   return string.match(place, '^=?([^/]*)')
 end

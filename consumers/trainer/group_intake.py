@@ -59,13 +59,17 @@ class GroupIntake:
             outcomes = self._session.claim_scores(CLAIM)
             if outcomes:
                 self.last_outcome_at = time.monotonic()
-            failed = [outcome for outcome in outcomes if not outcome.trajectory_id]
+            failed = [outcome for outcome in outcomes if not outcome.trajectory_id and outcome.sample >= 0]
             for outcome in failed:
                 self._traces.failed(outcome.task_id, outcome.sample, outcome.score)
             if failed:
                 # Their group may end at once, and is never claimed again.
                 self._traces.flush()
             for outcome in outcomes:
+                if outcome.task_id >= 0 > outcome.sample:
+                    # The group may have been requeued since.
+                    self._discard([*self._buffer.take(outcome.task_id), outcome])
+                    continue
                 self._claimed[outcome.scored_id] = outcome
                 if self._buffer.add(outcome):
                     self._drop_if_useless(outcome.task_id)
@@ -82,9 +86,7 @@ class GroupIntake:
     def discard_ended(self, active: set[int]) -> None:
         """Remove outcomes of groups that hold no slot any more, or never did."""
         for task_id in self._buffer.waiting_ids() - active:
-            outcomes = self._buffer.take(task_id)
-            self._session.discard_scores(outcomes)
-            self._forget(outcomes)
+            self._discard(self._buffer.take(task_id))
 
     def choose(self, active: Sequence[Slot], most: int) -> list[int]:
         """Return task ids of up to ``most`` complete groups. active: slots of groups not taken, by admission."""
@@ -303,6 +305,10 @@ class GroupIntake:
         scored, rate = [outcome.scored_id for outcome in outcomes], solve_rate(outcomes)
         if self._session.drop_group(task_id, reason, scored, how, rate):
             self._context.progress.unfinished.discard(task_id)
+        self._forget(outcomes)
+
+    def _discard(self, outcomes: Sequence[ScoredSample]) -> None:
+        self._session.discard_scores(outcomes)
         self._forget(outcomes)
 
     def _forget(self, outcomes: Sequence[ScoredSample]) -> None:

@@ -1,5 +1,5 @@
 #!lua flags=allow-oom
--- KEYS: SLOTS COUNTS GROUPS SAMPLES TASKS EVAL_TASKS TRAJECTORIES DEAD FAILED CHANGES EVALS PARTIALS IMAGES PROMPTS BODIES
+-- KEYS: SLOTS COUNTS GROUPS SAMPLES TASKS EVAL_TASKS TRAJECTORIES SCORED DEAD FAILED CHANGES EVALS PARTIALS IMAGES PROMPTS BODIES
 -- ARGV: stream, entry, task id ('' if the entry does not tell), dead letter. Ends a task that no generator can read or
 -- survive: it becomes a dead letter, and its group fails. Once. Of an evaluation only the missing samples fail: the
 -- others are scored.
@@ -26,6 +26,7 @@ elseif stands and redis.call('ZREM', SLOTS, task) == 1 then
   end_tokens(task, 'dead_letter')
   redis.call('HINCRBY', COUNTS, 'samples_failed', forget(task))
   note_failed(task)
+  redis.call('XADD', SCORED, '*', 't', task, 'end', '1')
   changed('close_group')
 end
 remove(stream, GENERATORS, {ARGV[2]})

@@ -137,7 +137,9 @@ class History:
         self.items = self.items[-6:]
 
     def train(self, pick: int) -> None:
-        self.outcomes += self.training.claim_scores(2)
+        found = self.training.claim_scores(2)
+        self.training.discard_scores([one for one in found if one.sample < 0])
+        self.outcomes += [one for one in found if one.sample >= 0]
         task_id = self.outcomes[pick % len(self.outcomes)].task_id if self.outcomes else pick % 4
         some = [one for one in self.outcomes if one.task_id == task_id]
         self.training.read_pipeline()

@@ -13,17 +13,18 @@ import torch
 from structlog.testing import capture_logs
 
 from broker.client import Broker
+from broker.queues.dead_letters import letter_bytes
 from broker.queues.tasks import TaskQueue
 from consumers.trainer.batch_source import NothingToLearn
 from consumers.trainer.loop import Trainer
 from consumers.trainer.model.policy import Policy
 from schemas.codec import Array
 from schemas.errors import InfraError, RunFailed
-from schemas.messages import UNREWARDED, RoutedExperts, Score
+from schemas.messages import UNREWARDED, DeadLetter, RoutedExperts, Score
 from schemas.run_folder import read_lines
 from schemas.system.lifecycle import StopFlag
 from tests.support.models.tiny_mixture import DENSE, EXPERTS, LAYERS, K, make_mixture
-from tests.support.trainer.deterministic_run import Generate, Pipeline, Reward, by_sample
+from tests.support.trainer.deterministic_run import Generate, Pipeline, Reward, by_sample, text_task
 from tests.support.trainer.trainer_loop import make_trainer
 from tests.support.trainer.trajectories import make_trajectory
 
@@ -169,6 +170,39 @@ def test_what_a_teacher_says_must_fit_the_tokens_and_equal_rewards_are_trained_w
     ]
     metrics = [line for line in read_lines(tmp_path / "run" / "metrics.jsonl") if "train/taught_fraction" in line]
     assert [line["train/taught_fraction"] for line in metrics] == [1.0] * 3
+
+
+@pytest.mark.parametrize("claimed", [False, True], ids=["before the trainer looked", "after"])
+def test_a_group_that_is_asked_for_again_is_trained_on_its_new_samples(
+    trainer: Callable[..., Trainer], broker: Broker, claimed: bool
+) -> None:
+    """Outcomes of its first life are not mixed with them: the samples behind these are deleted."""
+    tasks, rewards = broker.task_queue("g"), broker.score_queue("r")
+
+    def score(sample: int, reward: float) -> None:
+        tasks.publish(0, [make_trajectory(0, sample, version=0)])
+        rewards.publish([(item, Score(reward=reward)) for item in rewards.read(9, 1)])
+
+    one = trainer(batch_groups=1, batch_timeout_s=5)
+    one.leadership.restore(from_checkpoint=False)
+    one.take_over()
+    broker.ledger.admit(text_task(0)[0])
+    (delivery,) = tasks.read(1, 1)
+    score(0, 0.0)
+    if claimed:
+        one.batches.intake.claim()
+    letter = letter_bytes(DeadLetter(source="x", reason="no", deliveries=9, payload=b"", task_id=0), 9)
+    broker.connection.run_script("fail_task", "tasks", delivery.entry_id, 0, letter)
+    (filed,) = broker.dead_letters.page(9, None, newest=False)[0]
+    assert broker.dead_letters.requeue(filed.id) == "ok"
+    broker.ledger.admit(text_task(0)[0])
+    score(1, 1.0)
+    one.batches.intake.claim()
+    score(0, 0.5)
+    batch = one.batches.next(1, StopFlag())
+    assert batch is not None
+    assert [reward for group in batch.groups for _, reward in group.samples] == [0.5, 1.0]
+    assert broker.connection.client.xlen(broker.connection.keys.scored) == 2, "the others are deleted"
 
 
 def fail(reason: str, broken_version: int = -1, samples: tuple[int, ...] = (0, 1)) -> Generate:
