@@ -31,14 +31,19 @@ class HelperProcess:
         self._start()
 
     def ask(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Return the answer; InfraError if there is none."""
+        """Return the answer. InfraError if the process can't start, DataError if it dies or hangs at this request."""
         with self._lock:
             try:
                 return self._exchange(request, ITEM_TIMEOUT_S)
             except InfraError:
                 # A process that died is replaced once: nothing of it was state.
                 self.close()
+            self._start()
+            try:
                 return self._exchange(request, ITEM_TIMEOUT_S)
+            except InfraError as error:
+                self.close()
+                raise DataError(f"{error}, and once more after a restart") from error
 
     def close(self) -> None:
         """End the process; it is started again when needed."""
@@ -59,7 +64,8 @@ class HelperProcess:
             raise
         except DataError as error:
             self.close()
-            raise ConfigError(str(error)) from error
+            # A recipe that has worked once is right.
+            raise (InfraError if self.hello else ConfigError)(str(error)) from error
         return process
 
     def _exchange(self, request: dict[str, Any], timeout_s: float) -> dict[str, Any]:

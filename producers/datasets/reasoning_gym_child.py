@@ -11,6 +11,8 @@ import os
 import sys
 from typing import Any
 
+from schemas.errors import describe_error
+
 
 def build(recipe: dict[str, Any]) -> Any:
     """Build the task's dataset; ValueError says what is wrong with the recipe."""
@@ -42,6 +44,12 @@ def digest(entry: dict[str, Any]) -> str:
     return hashlib.blake2b(repr((entry["question"], entry["answer"])).encode(), digest_size=8).hexdigest()
 
 
+def problem(entry: dict[str, Any]) -> dict[str, Any]:
+    """Return what the dataset needs of an entry."""
+    answer = entry["answer"]
+    return {"question": entry["question"], "answer": None if answer is None else str(answer), "digest": digest(entry)}
+
+
 def main() -> None:
     """Serve the entries of a dataset: JSON lines in on stdin, answers out on the same socket."""
     requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(0), "wb", buffering=0)
@@ -56,11 +64,10 @@ def main() -> None:
         return
     reply({"ready": True})
     for line in requests:
-        entry = dataset[json.loads(line)["index"]]
-        answer = entry["answer"]
-        reply(
-            {"question": entry["question"], "answer": None if answer is None else str(answer), "digest": digest(entry)}
-        )
+        try:
+            reply(problem(dataset[json.loads(line)["index"]]))
+        except Exception as error:  # noqa: BLE001 - several tasks raise for single seeds, with types of all kinds
+            reply({"error": describe_error(error)})
 
 
 if __name__ == "__main__":

@@ -227,11 +227,18 @@ def main() -> None:
         rows = environment.rows(told["split"], told["size"])
         reply({"length": len(rows)})
     except Exception as error:  # noqa: BLE001 - user code: whatever it does, there are no tasks
-        reply({"error": " ".join(f"{type(error).__name__}: {error}".split())[:400]})
+        reply({"error": _line(error)})
         return
     for line in requests:
-        row = dict(rows[json.loads(line)["index"]])
-        reply({"messages": environment.prompt(row), "row": row})
+        try:
+            row = dict(rows[json.loads(line)["index"]])
+            reply({"messages": environment.prompt(row), "row": row})
+        except Exception as error:  # noqa: BLE001 - user code: whatever it does, there are other tasks
+            reply({"error": _line(error)})
+
+
+def _line(error: Exception) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())[:400]
 
 
 if __name__ == "__main__":

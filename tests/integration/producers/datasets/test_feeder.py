@@ -15,14 +15,19 @@ from structlog.testing import capture_logs
 
 from broker.client import Broker
 from broker.evaluations.results import EvalResult
+from broker.queues.dead_letters import UnusableTask
 from broker.queues.tasks import eval_task_id
+from producers.datasets import helper_process
 from producers.datasets.base import Example
+from producers.datasets.helper_process import HelperProcess
 from producers.datasets.loading import ShortPrompts, build_dataset
 from producers.datasets.mixture import DatasetPart, Mixture
+from producers.datasets.reasoning_gym import ReasoningGym
 from producers.feeder import Feeder
-from schemas.config import DatasetConfig, TidemillConfig, parse_config
+from producers.tasks import TaskLimits, task_of
+from schemas.config import DatasetConfig, SamplingConfig, TidemillConfig, parse_config
 from schemas.errors import ConfigError, DataError, InfraError, RunFailed
-from schemas.messages import ChatMessage, Score
+from schemas.messages import ChatMessage, Score, Task
 from tests.support.broker.broker_loss import checkpoint, wipe
 from tests.support.broker.feeding import feed_until
 from tests.support.broker.prompt_groups import make_trajectory
@@ -329,3 +334,54 @@ def test_reasoning_gym_prompts_and_mistakes(tmp_path: Path):
         build("reasoning_gym", tmp_path, task="chain_sum", params={"terms": 2})
     with pytest.raises(ConfigError, match="refuses its parameters"):
         build("reasoning_gym", tmp_path, task="chain_sum", params={"min_terms": 9, "max_terms": 2})
+
+
+def test_a_problem_that_reasoning_gym_can_not_make_is_unusable_and_the_next_is_made():
+    pytest.importorskip("reasoning_gym")
+    dataset = ReasoningGym(task="knight_swap", size=20, params={"max_attempts": 3})
+    limits = TaskLimits(1 << 20)
+    tasks = [task_of(dataset, "swaps", index, index, "train", SamplingConfig(), limits) for index in range(20)]
+    unusable = [task for task in tasks if isinstance(task, UnusableTask)]
+    first = next(index for index, task in enumerate(tasks) if isinstance(task, UnusableTask))
+    assert any(isinstance(task, Task) for task in tasks[first:])
+    assert f"example {first} of dataset 'swaps': dataset 'reasoning_gym': ValueError: Failed to" in unusable[0].reason
+
+
+HELPER = r"""
+import json, os, socket, sys, time
+from pathlib import Path
+channel = socket.socket(fileno=0).makefile("rw")
+recipe = json.loads(channel.readline())
+hello = {"error": "its server is down"} if Path(recipe["down"]).exists() else {"length": 9}
+for line in [json.dumps(hello), *[None] * 9]:
+    if line is None:
+        index = json.loads(channel.readline())["index"]
+        if index == 3:
+            os._exit(1)
+        if index == 4:
+            time.sleep(60)
+        line = json.dumps({"index": index})
+    channel.write(line + "\n")
+    channel.flush()
+"""
+
+
+def test_an_example_that_ends_or_blocks_its_process_twice_is_unusable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If the process itself can't start any more, the example is as good as before."""
+    down = tmp_path / "down"
+    process = HelperProcess("helper", [sys.executable, "-c", HELPER], dict(os.environ), {"down": str(down)})
+    monkeypatch.setattr(helper_process, "ITEM_TIMEOUT_S", 2.0)
+    with pytest.raises(DataError, match=r"the helper process ended.*, and once more after a restart"):
+        process.ask({"index": 3})
+    with pytest.raises(DataError, match=r"helper made no example within 2 s.*, and once more after a restart"):
+        process.ask({"index": 4})
+    assert process.ask({"index": 5}) == {"index": 5}
+    process.close()
+    down.touch()
+    with pytest.raises(InfraError, match="its server is down"):
+        process.ask({"index": 5})
+    down.unlink()
+    assert process.ask({"index": 5}) == {"index": 5}
+    process.close()

@@ -15,7 +15,7 @@ from producers.datasets.base import Example
 from producers.episodes.environments.verifiers.dataset import VerifiersTasks
 from producers.workflows.base import FailedSample
 from producers.workflows.trajectory_builder import SampledCompletion
-from schemas.errors import ConfigError
+from schemas.errors import ConfigError, DataError
 from schemas.messages import ChatMessage, Sampling, Task
 from tests.support.producers.played_episodes import SpeakingEngine, chat_tokenizer, loop_config, play
 
@@ -224,6 +224,22 @@ def test_tasks_of_an_environment_are_a_dataset(imitated: Path, env: str) -> None
     example = dataset[5]
     assert example.messages == [ChatMessage("user", "1+2=?")]
     assert example.data["verifiers"]["row"]["answer"] == "3"
+
+
+def test_a_task_without_a_prompt_that_can_be_read_is_an_error_of_its_own(imitated: Path) -> None:
+    broken = (
+        SUMS_OLD.replace("vf.SingleTurnEnv(", "Broken(")
+        + """
+class Broken(vf.SingleTurnEnv):
+    def get_dataset(self):
+        return [{**row, "prompt": 7} if row["answer"] == "1" else row for row in self.rows]
+"""
+    )
+    (imitated / "broken.py").write_text(broken, encoding="utf-8")
+    dataset = VerifiersTasks(imitated, env="broken", args={"largest": 1})
+    with pytest.raises(DataError, match="dataset 'verifiers': TypeError: 'int' object is not iterable"):
+        dataset[1]
+    assert dataset[3].messages == [ChatMessage("user", "1+1=?")]
 
 
 @pytest.mark.parametrize("env", GENERATIONS)
