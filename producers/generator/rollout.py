@@ -74,6 +74,8 @@ class Rollout:
             missing = await asyncio.to_thread(context.queue.find_missing, task)
             saved = await asyncio.to_thread(context.partials.load_partials, task.task_id, missing)
             task = self._task = msgspec.structs.replace(task, partials=longest([*task.partials, *saved]))
+        spans = [part.spans for part in task.partials] + [call.spans for part in task.partials for call in part.calls]
+        context.updates.weights.vouch(span.version for each in spans for span in each)
         files = await asyncio.to_thread(context.broker.images.fetch, {image.digest for image in task.images})
         if any(image.digest not in files for image in task.images):
             # The images were deleted with their group, or by a user.

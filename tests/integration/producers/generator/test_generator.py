@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 import yaml
@@ -13,10 +14,11 @@ from broker.client import Broker
 from broker.connection.embedded import EmbeddedServer
 from broker.queues.tasks import eval_task_id
 from producers.generator import weight_updates as updates_module
+from schemas.codec import Array
 from schemas.config import TidemillConfig, TraceConfig, parse_config
 from schemas.config.deploy import SupervisorConfig
 from schemas.errors import OK_EXIT, InfraError
-from schemas.messages import Sampling, Task
+from schemas.messages import Partial, Sampling, Span, Task
 from schemas.messages.moments import nest
 from tests.support.broker.prompt_groups import make_trajectory
 from tests.support.broker.trainer_sessions import take_over
@@ -164,6 +166,22 @@ async def test_who_is_asked_to_end_hands_every_token_to_the_next(model: Path, br
             np.testing.assert_array_equal(
                 item.logprobs.numpy()[start:][: len(before)], parts[item.sample].logprobs.numpy()
             )
+
+
+async def test_a_generator_with_older_weights_continues_and_publishes_a_sample_of_newer_ones(
+    model: Path, broker: Broker, tmp_path: Path
+) -> None:
+    begin_run(broker, tmp_path, make_task(0))
+    (delivery,) = await asyncio.to_thread(broker.task_queue("leaver").read, 1, 10)
+    tokens, logprobs = Array.of([5, 6, 7], "i4"), Array.of([-0.5] * 3, "f4")
+    partials = [Partial(sample=s, tokens=tokens, logprobs=logprobs, spans=[Span(2, 0, 3)]) for s in range(2)]
+    broker.task_queue("leaver").return_task(delivery, msgspec.structs.replace(delivery.message, partials=partials))
+
+    config = make_config(model, tmp_path)
+    async with running_generator(config, broker, make_engine(config, min_length=5, max_length=5)):
+        for item in await read_published(broker, 2):
+            assert [span.version for span in item.spans] == [2, 1]
+    assert broker.ledger.read_state().dead_letters == 0
 
 
 IN_FLIGHT = 1

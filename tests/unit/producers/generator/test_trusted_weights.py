@@ -22,6 +22,7 @@ class GeneratorModel(RuleBasedStateMachine):
         super().__init__()
         self.weights = TrustedWeights()
         self.checked: set[int] = set()
+        self.vouched: set[int] = set()
         self.rejected: set[int] = set()
         self.loading: int | None = None
         self.restoring = False
@@ -34,6 +35,7 @@ class GeneratorModel(RuleBasedStateMachine):
     def load_a_newer_version(self, step: int) -> None:
         self.newest += step
         self.loading = self.engine = self.newest
+        self.vouched.discard(self.newest)
         self.weights.loading(self.newest)
 
     @precondition(lambda self: self.engine >= 0 and not self.restoring)
@@ -41,6 +43,20 @@ class GeneratorModel(RuleBasedStateMachine):
     def sample(self) -> None:
         start = TOKENS * len(self.spans)
         self.spans.append(Span(self.engine, start, start + TOKENS))
+
+    @rule(ahead=st.integers(-2, 3))
+    def continue_what_another_generator_has_sampled(self, ahead: int) -> None:
+        version = max(0, self.newest + ahead)
+        self.weights.vouch([version])
+        if version != self.loading:
+            self.vouched.add(version)
+        start = TOKENS * len(self.spans)
+        self.spans.append(Span(version, start, start + TOKENS))
+
+    @property
+    def trusted(self) -> set[int]:
+        """The versions whose probe passed here, and those of other generators that have not been loaded here."""
+        return (self.checked | self.vouched) - self.rejected
 
     @precondition(lambda self: self.loading is not None)
     @rule()
@@ -74,12 +90,12 @@ class GeneratorModel(RuleBasedStateMachine):
     def resume_from_the_trusted_tokens(self) -> None:
         self.pass_the_probe()
         self.spans = self.spans[: self.weights.trusted_length(self.spans, TOKENS * len(self.spans)) // TOKENS]
-        assert all(span.version in self.checked for span in self.spans)
+        assert all(span.version in self.trusted for span in self.spans)
 
     @invariant()
     def no_token_of_an_unchecked_version_leaves(self) -> None:
         length = self.weights.trusted_length(self.spans, TOKENS * len(self.spans))
-        assert all(span.version in self.checked - self.rejected for span in self.spans if span.start < length)
+        assert all(span.version in self.trusted for span in self.spans if span.start < length)
 
     @invariant()
     def nothing_is_trusted_while_the_old_version_is_restored(self) -> None:
@@ -108,6 +124,33 @@ def test_a_version_that_was_never_in_use_is_an_error_and_not_waited_for() -> Non
     assert not weights.is_decided([Span(3, 0, 5)])
     with pytest.raises(DataError, match="weights version 4, which was never in use here"):
         weights.is_decided([Span(3, 0, 5), Span(4, 5, 8)])
+
+
+def test_a_version_that_another_generator_has_checked_is_trusted_until_it_is_loaded_here() -> None:
+    weights, spans = TrustedWeights(), [Span(4, 0, 5), Span(3, 5, 8)]
+    weights.loading(3)
+    weights.passed(3)
+    weights.vouch([4])
+    assert weights.is_decided(spans)
+    assert weights.trusted_length(spans, 8) == 8
+    weights.loading(4)
+    weights.vouch([4])
+    assert not weights.is_decided(spans)
+    assert weights.trusted_length(spans, 8) == 0
+    weights.rejected(4)
+    assert weights.is_decided(spans)
+    assert weights.trusted_length(spans, 8) == 0
+
+
+def test_a_version_that_another_generator_has_checked_is_trusted_while_a_newer_one_is_not() -> None:
+    weights, spans = TrustedWeights(), [Span(4, 0, 5)]
+    weights.loading(3)
+    weights.passed(3)
+    weights.loading(5)
+    weights.vouch([4])
+    assert weights.is_decided(spans)
+    weights.rejected(5)
+    assert weights.trusted_length(spans, 5) == 5
 
 
 def test_the_first_untrusted_span_cuts_a_sample_off() -> None:
