@@ -103,11 +103,12 @@ class TransformersEngine(Engine):
                 parameter.data = parameter.data.clone()
             self._weights = ModelWeights(self._model)
         tokenizer = HfTokenizer(str(folder), settings.trust_remote_code)
+        eos = _eos(model) | tokenizer.stop_ids
         if settings.exact:
-            self._batch = ExactBatch(self._model, _eos(model), tokenizer.decode)
+            self._batch = ExactBatch(self._model, eos, tokenizer.decode)
             return
         recorder = RoutedExpertsRecorder(self._model) if settings.routed_experts else None
-        self._batch = ContinuousBatch(self._model, _eos(model), tokenizer.decode, recorder, settings.output_tokens)
+        self._batch = ContinuousBatch(self._model, eos, tokenizer.decode, recorder, settings.output_tokens)
 
     async def generate(
         self,

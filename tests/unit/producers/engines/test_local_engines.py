@@ -1,6 +1,7 @@
 """The scripted and the transformers engine by themselves; tests/e2e/producers/test_engine_contract.py covers both."""
 
 import asyncio
+import json
 import subprocess
 import sys
 from collections.abc import AsyncIterator
@@ -23,7 +24,7 @@ from producers.engines.transformers.weights import map_tensors
 from schemas.errors import ConfigError, DataError, InfraError
 from schemas.messages import FileSource, Sampling
 from tests.support.models.tiny_mixture import choices, make_mixture
-from tests.support.models.tiny_model import make_tiny_model
+from tests.support.models.tiny_model import EOS, make_tiny_model
 from tests.support.producers.vllm_checks import reference_logprobs
 
 LONG = {"min_length": 50, "max_length": 50, "token_s": 0.001}
@@ -143,6 +144,23 @@ async def test_logprobs_are_those_of_a_plain_forward_for_requests_that_come_and_
             for completion in completions:
                 assert completion.finish == ("stop" if completion.tokens[-1] == 2 else "length")
                 assert_matches(models[0], prompt, completion, temperature=0.8)
+
+
+@pytest.mark.parametrize("exact", [False, True])
+async def test_the_tokenizers_end_of_sequence_ends_a_sample_that_the_models_files_do_not_end(
+    tmp_path: Path, exact: bool
+) -> None:
+    folder = make_tiny_model(tmp_path / "model")
+    for name in ("config.json", "generation_config.json"):
+        if (folder / name).is_file():
+            config = json.loads((folder / name).read_text())
+            (folder / name).write_text(json.dumps({**config, "eos_token_id": None}))
+    async with running_engine(folder, exact=exact) as engine:
+        completions = await engine.generate(PROMPTS[0], Sampling(max_tokens=200, seed=3), n=16)
+    assert any(completion.finish == "stop" for completion in completions)
+    for completion in completions:
+        assert EOS not in completion.tokens[:-1]
+        assert completion.finish == ("stop" if completion.tokens[-1] == EOS else "length")
 
 
 async def test_more_samples_than_fit_wait_and_are_all_answered(models: tuple[Path, Path]):
