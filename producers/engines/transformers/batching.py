@@ -205,8 +205,9 @@ class ContinuousBatch:
                 row.finish = "length"
 
     def _stopped(self, row: BatchRow) -> bool:
-        # A stop string ends in the newest token, so a tail is enough; 8 more for tokens without text of their own.
-        tail = row.tokens[-(max(map(len, row.stop)) + 8) :]
+        # A stop string ends in the newest token, so a tail is enough. A token may be a single byte of it; 8 more for
+        # tokens without text of their own.
+        tail = row.tokens[-(max(len(stop.encode()) for stop in row.stop) + 8) :]
         text = self._decode(tail)
         return any(stop in text for stop in row.stop)
 

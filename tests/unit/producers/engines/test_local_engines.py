@@ -18,9 +18,10 @@ from transformers import AutoModelForCausalLM
 from producers.engines.base import Completion, EngineSettings
 from producers.engines.scripted import ScriptedEngine
 from producers.engines.transformers import batching
-from producers.engines.transformers.batching import Draw, draw, truncate
+from producers.engines.transformers.batching import BatchRow, ContinuousBatch, Draw, draw, truncate
 from producers.engines.transformers.engine import TransformersEngine
 from producers.engines.transformers.weights import map_tensors
+from producers.tokenizer import HfTokenizer
 from schemas.errors import ConfigError, DataError, InfraError
 from schemas.messages import FileSource, Sampling
 from tests.support.models.tiny_mixture import choices, make_mixture
@@ -161,6 +162,17 @@ async def test_the_tokenizers_end_of_sequence_ends_a_sample_that_the_models_file
     for completion in completions:
         assert EOS not in completion.tokens[:-1]
         assert completion.finish == ("stop" if completion.tokens[-1] == EOS else "length")
+
+
+def test_a_stop_string_of_characters_with_several_bytes_is_found(models: tuple[Path, Path]) -> None:
+    tokenizer = HfTokenizer(str(models[0]))
+    batch = ContinuousBatch(AutoModelForCausalLM.from_pretrained(models[0]), set(), tokenizer.decode)
+    stop = "\u7b54\u6848\u7d50\u675f\u3002\U0001f600"
+    ids = tokenizer.encode(f"a{stop}")
+    assert len(ids) > len(stop) + 8, "a token is a byte"
+    for length in range(1, len(ids) + 1):
+        row = BatchRow(Draw(), 100, [stop], tokens=ids[:length])
+        assert batch._stopped(row) == (length == len(ids))
 
 
 async def test_more_samples_than_fit_wait_and_are_all_answered(models: tuple[Path, Path]):
