@@ -36,7 +36,7 @@ def play(config: TidemillConfig, step: WantedStep, seed: int | None, steps: int,
     policy, rng = Perceptron.of(weights, shape), np.random.default_rng(0)
     args = (config.eval.dataset if config.eval is not None else config.train)[0].args
     seed = args.get("first_seed", 0) if seed is None else seed
-    spec = spec_of(args)
+    spec = spec_of(args, config.base)
     frames: list[npt.NDArray[np.uint8]] = []
     earned, end = 0.0, "unfinished"
     try:

@@ -22,6 +22,7 @@ from producers import runner
 from schemas.errors import ConfigError
 from schemas.policy_shape import PolicyShape
 from schemas.system.guarded_process import environment
+from schemas.system.processes import locate_interpreter
 from schemas.system.worker_process import WorkerProcess
 
 Floats = npt.NDArray[np.float32]
@@ -39,7 +40,7 @@ class EnvironmentSpec:
     """An environment by its id in gymnasium. args: of ``make``. modules: imported before, as they register it.
 
     python: the interpreter of its process; by default this one. step_s, reset_s: longest time of a step and of a reset,
-    in seconds, of all environments of a process together.
+    in seconds, of all environments of a process together. folder: where modules are looked for before any other place.
     """
 
     id: str
@@ -48,6 +49,7 @@ class EnvironmentSpec:
     python: str | None = None
     step_s: float = 30.0
     reset_s: float = 120.0
+    folder: str = ""
 
     def shape(self) -> PolicyShape:
         """Return the sizes that a policy must have, squashed if it may be; ConfigError for a space not supported."""
@@ -70,10 +72,16 @@ def scale_actions(actions: npt.NDArray[Any], bounds: Floats | None, squashed: bo
     return np.clip(low + (actions + 1) / 2 * (high - low) if squashed else actions, low, high)
 
 
-def spec_of(data: Mapping[str, Any]) -> EnvironmentSpec:
-    """Return the environment that a task, or the arguments of the dataset, names."""
+def spec_of(data: Mapping[str, Any], base: Path) -> EnvironmentSpec:
+    """Return the environment that a task, or the arguments of the dataset, names. base: the configuration's folder.
+
+    Its interpreter and its modules are looked for from ``base``, which may be another folder on each machine.
+    """
     names = EnvironmentSpec.__dataclass_fields__
-    return EnvironmentSpec(**{name: value for name, value in data.items() if name in names and value is not None})
+    found = {name: value for name, value in data.items() if name in names and value is not None}
+    if "python" in found:
+        found["python"] = locate_interpreter(found["python"], base)
+    return EnvironmentSpec(**{**found, "folder": str(base.resolve())})
 
 
 @dataclass(frozen=True)
@@ -117,7 +125,8 @@ class EnvironmentProcess:
         except OSError as error:
             raise EnvironmentLost(f"cannot start {program[0]}: {error}") from error
         self._connection = self._process.connection
-        setup = {"id": spec.id, "args": spec.args, "modules": list(spec.modules), "envs": envs}
+        made = {"id": spec.id, "args": spec.args, "modules": list(spec.modules), "envs": envs}
+        setup = {"folder": spec.folder, "environments": made}
         self._heard = bytearray()
         try:
             found = json.loads(self._process.ask(json.dumps(setup).encode(), START_S))

@@ -6,6 +6,7 @@ import threading
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -32,15 +33,16 @@ class Fragments:
         self._turn = threading.Lock()
         self._squashed = self._whole = False
         self._discount: float | None = None
+        self._base = Path()
 
     async def start(self, services: WorkflowServices) -> None:
         """Check that the policy has the sizes of every environment; ConfigError otherwise."""
         config = services.config
         shape = PolicyShape.read(config.model.path)
         self._squashed, self._whole = shape.squashed, config.compares_episodes
-        self._discount = config.reward_discount
+        self._discount, self._base = config.reward_discount, config.base
         for dataset in [*config.train, *(config.eval.dataset if config.eval else [])]:
-            spec = spec_of(dataset.args)
+            spec = spec_of(dataset.args, self._base)
             if max(spec.step_s, spec.reset_s) >= config.generator.stall_s:
                 raise ConfigError(
                     f"environment {spec.id}: step_s {spec.step_s:g} and reset_s {spec.reset_s:g} must be below"
@@ -109,7 +111,7 @@ class Fragments:
 
         An error in the block closes them, whatever state they are in, so the next task begins with fresh ones.
         """
-        spec = spec_of(task.data)
+        spec = spec_of(task.data, self._base)
         idle = self._idle.setdefault(msgspec.msgpack.encode([task.kind, spec, envs, processes]), [])
         try:
             collector = idle.pop()

@@ -1,22 +1,21 @@
 """The dataset ``gymnasium``: each task is a ticket for one fragment, and in an evaluation for one whole episode."""
 
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import Field
 
 from producers.datasets.base import Example, check_index
-from producers.embodied.environment_process import EnvironmentSpec
+from producers.embodied.environment_process import spec_of
 from schemas.errors import ConfigError
 
 
 class GymnasiumTasks:
     """Seeds of an environment, whose spaces are checked at once.
 
-    id, args, modules, python, step_s, reset_s: the environment, see EnvironmentSpec. envs: environments that one
-    generator steps together. processes: over which they are spread. steps: of each environment in a fragment. seeds:
-    number of tasks. first_seed: of the first, so that held-out seeds differ.
+    id, args, modules, python, step_s, reset_s: the environment, see EnvironmentSpec; tasks have them as they are here.
+    envs: environments that one generator steps together. processes: over which they are spread. steps: of each
+    environment in a fragment. seeds: number of tasks. first_seed: of the first, so that held-out seeds differ.
     """
 
     def __init__(
@@ -37,10 +36,11 @@ class GymnasiumTasks:
         processes = processes or min(2, envs)
         if processes > envs:
             raise ConfigError(f"processes {processes} must be at most envs, {envs}: each has an environment")
-        spec = EnvironmentSpec(id, args or {}, modules or [], python, step_s, reset_s)
-        self._data = {**asdict(spec), "envs": envs, "processes": processes, "steps": steps}
+        named = {"id": id, "args": args or {}, "modules": modules or [], "python": python}
+        deadlines = {"step_s": step_s, "reset_s": reset_s}
+        self._data = {**named, **deadlines, "envs": envs, "processes": processes, "steps": steps}
         self._seeds, self._first = seeds, first_seed
-        spec.shape()
+        spec_of(self._data, base or Path()).shape()
 
     def __len__(self) -> int:
         return self._seeds

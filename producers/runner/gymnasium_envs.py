@@ -1,10 +1,11 @@
 """The program that steps environments of gymnasium with numbers; it needs numpy and gymnasium, and nothing else.
 
-stdin is a socket. The first line is ``{"id", "args", "modules", "envs"}`` as JSON, answered by the spaces or an error.
-Then each request is a byte and a body of a known size: ``R``, the first seed and the step to the next (i8) resets all
-environments, ``S`` and their actions (i4 or f4 [N, A]) steps them, ``V`` draws the first. The answer is ``=`` and what
-``Environments.answer`` returns; before it ``.`` if an episode has ended, whose environment is reset now. ``!`` is
-an error, with its length (u4) and its text. All is little-endian.
+stdin is a socket. The first line is ``{"folder", "environments": {"id", "args", "modules", "envs"}}`` as JSON, answered
+by the spaces or an error; modules are looked for in the folder, then in the working folder. Then each request is a byte
+and a body of a known size: ``R``, the first seed and the step to the next (i8) resets all environments, ``S`` and their
+actions (i4 or f4 [N, A]) steps them, ``V`` draws the first. The answer is ``=`` and what ``Environments.answer``
+returns; before it ``.`` if an episode has ended, whose environment is reset now. ``!`` is an error, with its length
+(u4) and its text. All is little-endian.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ def main(channel: socket.socket) -> None:
     """Make the environments that the first line names, and serve requests until the connection ends."""
     stream = channel.makefile("rb")
     setup = json.loads(stream.readline())
-    sys.path.insert(0, "")
+    sys.path[:0] = [setup["folder"], ""] if setup["folder"] else [""]
     try:
-        environments = Environments(**setup)
+        environments = Environments(**setup["environments"])
     except BaseException as error:  # noqa: BLE001 - user code may raise anything
         channel.sendall(json.dumps({"error": describe(error)}).encode() + b"\n")
         return

@@ -1,4 +1,4 @@
-"""How a process is distinguished from others, also from a later one with the same number; and what programs answer."""
+"""How a process is distinguished from others, also from a later one with its number; and the programs of a machine."""
 
 import os
 import shutil
@@ -31,6 +31,11 @@ def find_start(pid: int) -> str:
         return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[19]
     except (OSError, IndexError):
         return ""
+
+
+def locate_interpreter(python: str, base: Path) -> str:
+    """Return an interpreter that a configuration names: a path starts from its folder ``base``, a command is itself."""
+    return str(base.resolve() / python) if os.sep in python else python
 
 
 def ask(command: Sequence[str]) -> str:

@@ -7,7 +7,6 @@ import contextlib
 import copy
 import functools
 import math
-import os
 import shutil
 import time
 from collections import defaultdict
@@ -31,17 +30,13 @@ from producers.workflows.trajectory_builder import SampledCompletion
 from schemas.errors import ConfigError, DataError, describe_error, printable
 from schemas.messages import REWARD_RANGE, FinishReason, Task, is_reward
 from schemas.plugins import check_method, fit_arguments, load
+from schemas.system.processes import locate_interpreter
 
 log = structlog.get_logger()
 
 HELD_OUT_SEEDS = 1 << 30
 """The first seed of evaluations."""
 _WHERE = "generator.workflow.args.environment"
-
-
-def _interpreter(python: str, base: Path) -> str:
-    """Return a command as it is, and a path relative to the configuration's folder."""
-    return str(base.resolve() / python) if os.sep in python else python
 
 
 @dataclass
@@ -76,7 +71,7 @@ class EnvironmentLoop:
 
         One for another interpreter is looked for at the start.
         """
-        if python is not None and shutil.which(_interpreter(str(python), base)) is None:
+        if python is not None and shutil.which(locate_interpreter(str(python), base)) is None:
             raise ConfigError(f"generator.workflow.args.python {python!r} must be an interpreter that can be run")
         if python is None or environment in ENVIRONMENTS:
             _find_environment(ENVIRONMENTS.get(environment, environment), args or {}, base)
@@ -85,7 +80,7 @@ class EnvironmentLoop:
         base = services.config.base
         if self.environment in ENVIRONMENTS or self.python is not None:
             name = ENVIRONMENTS.get(self.environment, self.environment)
-            python = None if self.python is None else _interpreter(self.python, base)
+            python = None if self.python is None else locate_interpreter(self.python, base)
             self._worker = EnvironmentWorker(name, base, python, services.config.generator.agents.env)
             await self._worker.start()
             self._make = functools.partial(self._worker.open, self.args or {})

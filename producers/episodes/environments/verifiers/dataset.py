@@ -1,6 +1,5 @@
 """The dataset ``verifiers``: the tasks of an environment of that package, made by the interpreter that has it."""
 
-import os
 import shutil
 import sys
 from pathlib import Path
@@ -15,6 +14,7 @@ from producers.episodes.environments.verifiers import PROGRAM
 from schemas.errors import ConfigError
 from schemas.messages import ChatMessage
 from schemas.system.guarded_process import environment
+from schemas.system.processes import locate_interpreter
 
 
 class VerifiersTasks:
@@ -41,7 +41,7 @@ class VerifiersTasks:
         folder = (base or Path()).resolve()
         program, shown = sys.executable, environment(variables or (), own=python is None)
         if python is not None:
-            program = str(folder / python) if os.sep in python else python
+            program = locate_interpreter(python, folder)
             if shutil.which(program) is None:
                 raise ConfigError(f"dataset 'verifiers': python {python!r} must be an interpreter that can be run")
         self._told = {"env": env, "args": args or {}, "base": str(folder)}

@@ -22,7 +22,9 @@ def run(tmp_path: Path) -> Path:
     (tmp_path / "policy").mkdir()
     shape = {"observations": 1, "actions": 1, "continuous": True, "squashed": True, "hidden": [4]}
     (tmp_path / "policy" / "config.json").write_text(json.dumps(shape))
-    args = {"id": "Counting-v0", "args": {"scale": 8, "length": 5}, "modules": ["tests.support.embodied.environments"]}
+    # Modules are looked for beside the configuration.
+    (tmp_path / "beside.py").write_text("import tests.support.embodied.environments\n")
+    args = {"id": "Counting-v0", "args": {"scale": 8, "length": 5}, "modules": ["beside"]}
     file = tmp_path / "config.yaml"
     config = {
         "run": {"folder": str(tmp_path / "run")},

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,17 +14,19 @@ import gymnasium
 import numpy as np
 import pytest
 
+from producers.datasets.loading import build_dataset
 from producers.embodied.environment_process import EnvironmentLost, EnvironmentSpec
 from producers.embodied.episode_groups import play_episodes, play_group
 from producers.embodied.fragment_collector import FragmentCollector
 from producers.embodied.fragment_workflow import Fragments
 from producers.embodied.mlp_engine import Acted, Floats
+from schemas.config import DatasetConfig
 from schemas.errors import ConfigError, DataError
 
 MODULE = "tests.support.embodied.environments"
 
 
-def start(tmp_path: Path, args: dict[str, Any], stall_s: float = 300.0, **shape: Any) -> None:
+def start(tmp_path: Path, args: dict[str, Any], stall_s: float = 300.0, **shape: Any) -> Fragments:
     (tmp_path / "config.json").write_text(json.dumps({"observations": 1, "actions": 2, **shape}))
     config = SimpleNamespace(
         model=SimpleNamespace(path=str(tmp_path)),
@@ -32,9 +35,12 @@ def start(tmp_path: Path, args: dict[str, Any], stall_s: float = 300.0, **shape:
         generator=SimpleNamespace(stall_s=stall_s),
         compares_episodes=False,
         reward_discount=None,
+        base=tmp_path,
     )
     services: Any = SimpleNamespace(config=config)
-    asyncio.run(Fragments().start(services))
+    workflow = Fragments()
+    asyncio.run(workflow.start(services))
+    return workflow
 
 
 def test_a_policy_that_fits_is_taken(tmp_path: Path) -> None:
@@ -57,6 +63,25 @@ def test_a_policy_that_fits_is_taken(tmp_path: Path) -> None:
 def test_what_does_not_fit_is_named(tmp_path: Path, args: dict[str, Any], shape: dict[str, Any], reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
         start(tmp_path, args, **shape)
+
+
+def test_modules_and_the_interpreter_are_looked_for_beside_the_configuration(tmp_path: Path) -> None:
+    """A task has the words of the configuration, since a generator may have its folder in another place."""
+    interpreter = tmp_path / "bin" / "python"
+    interpreter.parent.mkdir()
+    interpreter.write_text(f'#!/bin/sh\nTHROUGH=bin exec {sys.executable} "$@"\n')
+    interpreter.chmod(0o755)
+    (tmp_path / "beside.py").write_text(f"import os, {MODULE}\nassert os.environ['THROUGH'] == 'bin'\n")
+    args = {"id": "Counting-v0", "modules": ["beside"], "python": "bin/python", "envs": 1, "steps": 3}
+    example = build_dataset(DatasetConfig(name="gymnasium", args=args), tmp_path)[0]
+    assert (example.data["python"], example.data["modules"]) == ("bin/python", ["beside"])
+    assert str(tmp_path) not in str(example.data)
+    workflow = start(tmp_path, args)
+    task: Any = SimpleNamespace(kind="train", data=example.data, text="")
+    engine: Any = PlainEngine()
+    assert [workflow._play_fragment(engine, task, 0).reward for _ in range(2)] == [3, 3]
+    assert [len(idle) for idle in workflow._idle.values()] == [1], "both have the same environments"
+    asyncio.run(workflow.close())
 
 
 async def test_a_fragment_under_way_is_waited_for_beside_the_event_loop() -> None:
