@@ -101,7 +101,10 @@ def convert(
     ],
     system: Annotated[
         str | None,
-        typer.Option("--from", help="verl, trl, trl-dpo, areal, rlinf, rlinf_control, prime_rl; default: detect."),
+        typer.Option(
+            "--from",
+            help="verl, verl-sft, trl, trl-dpo, trl-sft, areal, rlinf, rlinf_control, prime_rl; default: detect.",
+        ),
     ] = None,
     processes: Annotated[
         int | None,

@@ -4,6 +4,7 @@ import ast
 import importlib.util
 import json
 import re
+import typing
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import yaml
 
 from deploy.checks.names import check_names
+from deploy.cli import offline
 from deploy.migrate.convert import SYSTEMS
 from deploy.migrate.rules import ConversionRule
 from schemas.config import TidemillConfig, parse_config
@@ -254,6 +256,11 @@ def test_what_cannot_be_converted_is_told_in_a_line(tmp_path: Path, name: str, t
     assert done.returncode == 2
     assert wrong in done.stderr
     assert len(done.stderr.splitlines()) == 1
+
+
+def test_the_help_names_every_system_that_can_be_chosen() -> None:
+    (option,) = typing.get_type_hints(offline.convert, include_extras=True)["system"].__metadata__
+    assert set(option.help.partition(";")[0].split(", ")) == set(SYSTEMS)
 
 
 def test_a_file_that_exists_is_not_written_over(tmp_path: Path) -> None:
