@@ -20,6 +20,7 @@ from consumers.reward.rewards.programs.score import read_cases
 from consumers.reward.rewards.terms import RewardInput, resolve
 from consumers.reward.scorer import check_reward
 from deploy.launchers.factory import build_launcher
+from deploy.services.main import command
 from producers.datasets.loading import build_dataset
 from producers.datasets.mixture import build_mixture
 from schemas.config import DatasetConfig, RewardConfig, RewardTerm, TidemillConfig, parse_config
@@ -102,7 +103,10 @@ def test_the_launcher_starts_generators_elsewhere_and_the_rest_here(snippets: Pa
 
     def ran(role: str, name: str) -> list[str]:
         """What a service said that was started and has ended."""
-        argv = [sys.executable, "-c", "print('here')", role, "my.yaml", "--name", name]
+        argv = command(role, "my.yaml", "--name", name)
+        if role != "generator":
+            # In the place of a service that runs long.
+            argv[argv.index("-m") :] = ["-c", "print('here')", role]
         log = snippets / f"{name}.log"
         process = starter.start(argv, name, role, log, {}, "")
         deadline = time.monotonic() + 30.0

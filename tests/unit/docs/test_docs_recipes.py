@@ -1,5 +1,6 @@
 """The recipes of docs/recipes: each file is one that a run accepts, and the search agent searches and is rewarded."""
 
+import inspect
 import json
 import re
 import tomllib
@@ -11,6 +12,7 @@ import yaml
 
 from consumers.reward.scorer import Scorer
 from deploy.checks.names import check_names
+from producers.datasets import DATASETS
 from producers.datasets.loading import build_dataset
 from producers.workflows.trajectory_builder import SampledCompletion
 from schemas.config import load_config
@@ -31,6 +33,9 @@ def test_the_file_of_a_recipe_is_accepted_and_its_page_names_it(title: str, tmp_
     (tmp_path / title).write_text(FILES[title], encoding="utf-8")
     config = load_config(tmp_path / title, (), {})
     check_names(config)
+    for dataset in config.train:
+        taken = inspect.signature(DATASETS.get(dataset.name, config.base)).parameters.keys() - {"base"}
+        assert dataset.args.keys() <= taken, f"arguments of the dataset {dataset.name}"
     assert config.run.name == title.removesuffix(".yaml")
     (page,) = [text for page in PAGES if f'title="{title}"' in (text := page.read_text(encoding="utf-8"))]
     assert f"    tidemill up {title}" in page
