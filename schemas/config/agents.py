@@ -33,7 +33,8 @@ class AgentsConfig(Section):
     """Where agents that are programs (workflow.args.command) run. bwrap: in a sandbox that can read the configuration's
     folder and reach only the endpoint over the network."""
     memory_mb: int | None = Field(None, ge=64)
-    """Most data memory of one worker process. Beyond it, an agent's allocation fails."""
+    """Most data memory of one worker process, or of each process of a program in a sandbox. Beyond it, an allocation
+    fails. Programs outside a sandbox have no limit."""
     episodes: int = Field(64, ge=1)
     """Episodes in progress at once in one replica."""
     deadline_s: Seconds = 300.0

@@ -45,7 +45,7 @@ class Demonstrations:
     """Turns for the warm start: a call of the calculator, the answers to results, and guesses beside them.
 
     guesses: how many there are for each call, so that a model learns to call in one of ``guesses + 1`` episodes; as
-    many results are shown, and one guess where there is no calculator. Without guesses, a call and its result.
+    many results are shown, and one product where no calculator is offered. Without guesses, a call and its result.
     Results and guesses are random numbers, as many of three digits as of four: what is repeated can only come from
     the result, and no first digit of a guess becomes likelier than a call. Half of them have few different digits:
     a model that looks for the digit after the one that it has just written fails where that stands twice, as in 8008.
