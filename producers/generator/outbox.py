@@ -122,6 +122,7 @@ class PartialSaver:
         self._partials = partials
         self._unsaved: dict[tuple[int, int], _Unsaved] = {}
         self._saved: dict[tuple[int, int], Saved] = {}
+        self._sending: dict[tuple[int, int], Saved] = {}
         self._saving: asyncio.Task[None] | None = None
 
     def save_soon(self, delivery: Delivery[Task], partial: Partial) -> asyncio.Future[bool]:
@@ -142,6 +143,7 @@ class PartialSaver:
             if unsaved := self._unsaved.pop(key, None):
                 unsaved.done.set_result(False)
             self._saved.pop(key, None)
+            self._sending.pop(key, None)
 
     async def close(self) -> None:
         """Wait for the call under way; nothing more is saved."""
@@ -166,7 +168,7 @@ class PartialSaver:
     async def _send(self, unsaved: dict[tuple[int, int], _Unsaved]) -> set[tuple[int, int]]:
         """Return the samples of which the broker has this state."""
         by_task: dict[tuple[int, bytes], list[tuple[int, Piece]]] = {}
-        state: dict[tuple[int, int], Saved] = {}
+        self._sending = {}
         kept: set[tuple[int, int]] = set()
         for key, item in unsaved.items():
             piece = next_piece(self._saved.get(key), item.partial)
@@ -174,7 +176,7 @@ class PartialSaver:
                 kept.add(key)
             else:
                 by_task.setdefault((key[0], item.delivery.entry_id), []).append(piece)
-                state[key] = Saved.after(self._saved.get(key), item.partial, *piece)
+                self._sending[key] = Saved.after(self._saved.get(key), item.partial, *piece)
         growth = [(task_id, entry, pieces) for (task_id, entry), pieces in by_task.items()]
         if not growth:
             return kept
@@ -183,8 +185,9 @@ class PartialSaver:
             for (_, sent), ok in zip(pieces, answers, strict=True):
                 key = task_id, sent.partial.sample
                 if ok:
-                    self._saved[key] = state[key]
                     kept.add(key)
+                    if key in self._sending:  # its task was not forgotten meanwhile
+                        self._saved[key] = self._sending[key]
                 else:
                     # The broker has another state: the next piece starts from the beginning.
                     self._saved.pop(key, None)

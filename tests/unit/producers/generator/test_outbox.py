@@ -115,6 +115,20 @@ async def test_who_waits_for_what_can_not_be_saved_goes_on(end: str) -> None:
         assert await asyncio.gather(first, second) == [end != "the broker is gone", False]
 
 
+async def test_a_task_that_is_forgotten_while_its_state_is_saved_leaves_nothing_behind() -> None:
+    async with asyncio.timeout(10):
+        partials = Gated()
+        saver = PartialSaver(cast(Partials, partials))
+        delivery: Delivery[Task] = Delivery(b"1-1", "tasks", make_task(0))
+        first = saver.save_soon(delivery, partial(4))
+        await asyncio.sleep(0.01)  # it is on its way
+        saver.forget(delivery.message)
+        partials.open.set()
+        assert await first
+        await saver.save_soon(delivery, partial(8))  # the task has come back
+        assert partials.sent == [(0, 0), (0, 0)], "its state in the broker may be of another generator"
+
+
 def call(key: str, length: int = 3, finish: FinishReason = "stop") -> Call:
     tokens, logprobs = Array.of(np.arange(length), "i4"), Array.of(np.zeros(length), "f4")
     return Call(key=key.encode(), tokens=tokens, logprobs=logprobs, spans=[Span(0, 0, length)], finish=finish)
