@@ -248,7 +248,8 @@ def _part(block: Any) -> dict[str, Any]:
 
 
 def _text(block: Any) -> str:
-    text = getattr(block, "text", None)
+    # A file in a result has its text one level down.
+    text = getattr(getattr(block, "resource", block), "text", None)
     return str(text) if text is not None else f"[{getattr(block, 'type', 'something')}, which is no text]"
 
 

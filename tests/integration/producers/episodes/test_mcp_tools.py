@@ -24,7 +24,7 @@ pytest.importorskip("mcp")
 SERVER = '''
 import asyncio, os, sys
 from mcp.server.mcpserver import MCPServer
-from mcp_types import ImageContent
+from mcp_types import BlobResourceContents, EmbeddedResource, ImageContent, TextResourceContents
 
 server = MCPServer("counter")
 count = 0
@@ -61,6 +61,14 @@ def secrets() -> str:
 def picture() -> list:
     """Shows a picture."""
     return ["here", ImageContent(type="image", data="AAAA", mimeType="image/png")]
+
+@server.tool()
+def files() -> list:
+    """Gives two files."""
+    return [
+        EmbeddedResource(type="resource", resource=TextResourceContents(uri="file:///a.txt", text="its words")),
+        EmbeddedResource(type="resource", resource=BlobResourceContents(uri="file:///a.bin", blob="AAAA")),
+    ]
 
 if sys.argv[1:] == ["http"]:
     import socket, uvicorn
@@ -100,12 +108,14 @@ async def test_each_episode_has_a_server_of_its_own(base: Path, monkeypatch: pyt
     monkeypatch.setenv("REDIS_URL", "redis://secret")
 
     async with started(base) as source:
-        assert set(source.schemas) == {"add", "slow", "fail", "die", "secrets", "picture"}
+        assert set(source.schemas) == {"add", "slow", "fail", "die", "secrets", "picture", "files"}
         async with source.open() as tools:
             assert await tools["picture"].call("{}", 60.0) == [
                 {"type": "text", "text": "here"},
                 {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}},
             ]
+            found = await tools["files"].call("{}", 60.0)
+            assert found == "its words\n[resource, which is no text]"
         told = source.schemas["add"]["function"]
         assert (told["description"], told["parameters"]["required"]) == ("Adds to the counter.", ["amount"])
         async with source.open() as one, source.open() as other:
