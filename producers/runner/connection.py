@@ -62,6 +62,11 @@ def _escape_halves(error: UnicodeError) -> tuple[str, int]:
 codecs.register_error("tidemill.halves", _escape_halves)
 
 
+def escape_halves(value: Any) -> Any:
+    """Return a value of JSON with the escapes of lone surrogates, as the generator gets it from ``send``."""
+    return json.loads(json.dumps(value, ensure_ascii=False).encode("utf-8", "tidemill.halves"))
+
+
 class GeneratorConnection:
     """The lines to and from the generator. A forked copy of this process has no connection."""
 

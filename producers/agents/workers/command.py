@@ -23,7 +23,7 @@ from producers.agents.workers.jail import RESULT, AgentJail
 from producers.agents.workers.process import CANCEL_S, LATE_S
 from producers.agents.workers.protocol import AgentJob, AgentResult, Kind
 from producers.agents.workers.start import AgentProgram
-from producers.runner.connection import UserCodeError
+from producers.runner.connection import UserCodeError, escape_halves
 from producers.runner.outcome import read_outcome
 from schemas.system.files import remove_tree
 from schemas.system.guarded_process import GuardedProcess, environment
@@ -174,7 +174,7 @@ def _read_result(folder: Path) -> dict[str, Any] | str:
                 return _NOT_REGULAR
             if status.st_size > _MOST_BYTES:
                 return f"TIDEMILL_RESULT has {status.st_size} bytes, at most {_MOST_BYTES} are read"
-            return read_outcome(json.loads(file.read(_MOST_BYTES))) if status.st_size else {}
+            return read_outcome(escape_halves(json.loads(file.read(_MOST_BYTES)))) if status.st_size else {}
     except FileNotFoundError:
         return {}
     except OSError as error:

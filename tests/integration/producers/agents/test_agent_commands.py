@@ -107,6 +107,14 @@ def test_how_a_program_ends_says_what_became_of_the_episode(tmp_path: Path, scri
     assert result.error_type == (error.split(":")[0] if error.startswith("exit code") else result.error_type)
 
 
+def test_half_characters_in_a_result_are_escaped_as_those_of_functions_are(tmp_path: Path) -> None:
+    told = {"reward": 1, "metrics": {"\ud83d": 2}, "data": {"said": "a \ud83d b \U0001f600"}}
+    (tmp_path / "told").write_text(json.dumps(told), encoding="utf-8")
+    result = play(tmp_path, [*SHELL, "cp told $TIDEMILL_RESULT"])
+    assert (result.kind, result.reward) == ("returned", 1.0)
+    assert (result.metrics, result.data) == ({r"\ud83d": 2.0}, {"said": "a \\ud83d b \U0001f600"})
+
+
 def test_a_deep_folder_that_a_program_leaves_behind_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     deep = "import os; [(os.mkdir('d'), os.chdir('d')) for _ in range(3000)]"
