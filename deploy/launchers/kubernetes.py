@@ -40,6 +40,11 @@ WITHOUT_VOLUME = ("feeder", "reward")
 """Services without the volume where only one node can mount it, beside the generators."""
 OF_ALL = ("apply.sh", PRIORITY)
 """Files of deploy/kubernetes/run that a run in one pod has as well."""
+TO_OTHER_BROKER = {
+    "to": [{"ipBlock": {"cidr": "0.0.0.0/0", "except": ["169.254.0.0/16"]}}],
+    "ports": [{"port": 6379}, {"port": 6380}],
+}
+"""Rule with which reward pods reach a broker that is no pod of the run: its address is in a secret."""
 WAIT = 'for _ in $(seq 1800); do [ ! -e "$0" ] || exit 0; sleep 2; done; echo "no $0 after an hour" >&2; exit 1'
 """Shell of a container that waits for a file."""
 
@@ -178,7 +183,7 @@ class Kubernetes(KubernetesOptions):
                 {"name": "tidemill-config", "files": ["config.yaml", *(path.name for path in named)]}
             ],
             "images": images,
-            "patches": [{"path": PATCHES}],
+            "patches": [{"path": PATCHES}, *([] if self.broker else [_opens_broker()])],
         }
 
     def _gpus(self, config: TidemillConfig, role: str) -> int:
@@ -219,7 +224,7 @@ class Kubernetes(KubernetesOptions):
                     for name, pool in config.pools.items()
                 },
             },
-            "broker": {"own": self.broker},
+            "broker": {"own": self.broker} | ({} if self.broker else {"egress": [TO_OTHER_BROKER]}),
             "autoscaling": {"by": "keda" if self.keda else "hpa", **({"generator": {"max": most}} if most else {})},
         }
 
@@ -314,6 +319,12 @@ def _patch(version: str, kind: str, name: str, spec: Mapping[str, Any]) -> dict[
 
 def _patch_pods(deployment: str, spec: Mapping[str, Any]) -> dict[str, Any]:
     return _patch("apps/v1", "Deployment", deployment, {"template": {"spec": spec}})
+
+
+def _opens_broker() -> dict[str, Any]:
+    """Return a patch by position: a merge would replace all rules of the policy."""
+    added = [{"op": "add", "path": "/spec/egress/1", "value": TO_OTHER_BROKER}]
+    return {"target": {"kind": "NetworkPolicy", "name": "reward"}, "patch": json.dumps(added)}
 
 
 def _resources(gpus: int) -> dict[str, Any]:

@@ -259,7 +259,7 @@ def in_order(value: Any) -> Any:
     ("overrides", "options"),
     [
         ([], {"trainer_nodes": 3, "storage": "1Ti", "registry": "ghcr.io/me", "tag": "1.2"}),
-        ([], {"trainer_gpus": 0, "generator_gpus": 0, "broker": True, "keda": True}),
+        ([], {"trainer_gpus": 0, "generator_gpus": 0, "broker": False, "keda": True}),
         pytest.param([], {}, marks=MORE),
         pytest.param([], {"access_mode": "ReadWriteOnce", "storage_class": "fast"}, marks=MORE),
         pytest.param([f"pools={POOLS}"], {"access_mode": "ReadWriteOnce"}, marks=MORE),

@@ -194,6 +194,20 @@ def test_a_volume_of_one_node_is_mounted_by_trainer_and_control_alone(file: Path
     assert "podAffinity" in pod(objects, "Deployment", "control")["affinity"]
 
 
+def test_reward_pods_reach_a_broker_that_is_not_the_runs_own(file: Path) -> None:
+    """No pod of the run is it, and its address is in a secret: ports are what the rule can name."""
+    own, other = (render(file, broker=broker)["NetworkPolicy", "reward"]["spec"]["egress"] for broker in (True, False))
+    (rule,) = [rule for rule in other if rule not in own]
+    assert [rule for rule in own if rule not in other] == []
+    assert rule == {
+        "to": [{"ipBlock": {"cidr": "0.0.0.0/0", "except": ["169.254.0.0/16"]}}],
+        "ports": [{"port": 6379}, {"port": 6380}],
+    }
+    folder = file.parent / "chart"
+    Kubernetes(folder=folder, helm=True, broker=False).prepare(load_config(file, environment={}))
+    assert yaml.safe_load((folder / "values.yaml").read_text())["broker"] == {"own": False, "egress": [rule]}
+
+
 @pytest.mark.parametrize(
     ("overrides", "options", "text"),
     [
