@@ -382,8 +382,11 @@ def _portable(config: TidemillConfig, extra: Sequence[Path]) -> tuple[dict[str, 
         if not isinstance(value, str) or not value or "\n" in value or len(value) > 1_000:
             return value
         name, colon, attribute = value.rpartition(":") if ".py:" in value else (value, "", "")
-        path = base / Path(name).expanduser()
-        return f"{add(path)}{colon}{attribute}" if path.is_file() else value
+        try:
+            path = base / Path(name).expanduser()
+            return f"{add(path)}{colon}{attribute}" if path.is_file() else value
+        except (OSError, RuntimeError):  # the text is too long for a name, or begins with ~ and no user's name
+            return value
 
     data = dump_config(config)
     base = Path(data["run"].pop("base"))

@@ -75,6 +75,14 @@ def test_pods_have_the_configuration_with_the_files_that_it_names(file: Path) ->
     assert yaml.safe_load(files["config.yaml"])["broker"]["deadline_s"] == 90
 
 
+@pytest.mark.parametrize("text", ["no file has so long a name " * 20, "~nobody-of-this-name is a name", "a\0b"])
+def test_texts_that_can_name_no_file_stay_texts(file: Path, text: str) -> None:
+    folder, config = file.parent / "objects", load_config(file, environment={})
+    run = config.run.model_copy(update={"notes": text})
+    Kubernetes(folder=folder).prepare(config.model_copy(update={"run": run}))
+    assert yaml.safe_load((folder / "config.yaml").read_text())["run"]["notes"] == text
+
+
 def test_the_size_of_the_trainer_is_one_number_everywhere(file: Path) -> None:
     objects = render(file, trainer_nodes=3)
     job = objects["Job", "trainer"]["spec"]
