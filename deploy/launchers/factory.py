@@ -11,6 +11,7 @@ from typing import Protocol
 from deploy.launchers import LAUNCHERS
 from schemas.config import PoolConfig, TidemillConfig
 from schemas.errors import ConfigError
+from schemas.urls import hide_password
 
 
 class Launcher(Protocol):
@@ -54,6 +55,15 @@ def check_places(config: TidemillConfig, launcher: str, replicas: int | None = N
             )
     if config.pools and replicas is not None:
         raise ConfigError(f"--generators {replicas} excludes pools: set pools.NAME.generator.replicas")
+
+
+def check_own_broker(config: TidemillConfig, launcher: str) -> None:
+    """Raise ConfigError if services would use another server than the one that this launcher starts for them."""
+    if config.broker.url is not None:
+        raise ConfigError(
+            f"broker.url {hide_password(config.broker.url)} excludes the run's own broker, which {launcher} starts:"
+            " remove it, or add --no-broker"
+        )
 
 
 def check_whole(options: object, config: TidemillConfig, of_pool: str, *names: str) -> None:

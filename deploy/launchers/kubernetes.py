@@ -18,7 +18,7 @@ import yaml
 
 from deploy.checks.preflight import check
 from deploy.launcher_options import KubernetesOptions
-from deploy.launchers.factory import check_places, check_whole
+from deploy.launchers.factory import check_own_broker, check_places, check_whole
 from deploy.launchers.gpus import check_counts
 from deploy.planning.cluster import DeviceQuota, engine_width
 from schemas.config import TidemillConfig, by_pool, dump_config, of_pool
@@ -108,6 +108,8 @@ class Kubernetes(KubernetesOptions):
             check_whole(self, config, "kubernetes", "trainer_nodes", "trainer_gpus", "generator_gpus", "broker", "keda")
         elif units := [name for name, pool in config.pools.items() if pool.units]:
             raise ConfigError(f"pools.{units[0]}.units: pods don't see which units others have; make a pool of each")
+        if self.broker and not whole:
+            check_own_broker(config, "Kubernetes")
         if config.pools and self.keda:
             raise ConfigError("--keda excludes pools, whose tasks wait together: `tidemill scale RUN generator.POOL=N`")
         if self.trainer_nodes < 1:

@@ -17,7 +17,7 @@ from string import Template
 
 from deploy.checks.preflight import check
 from deploy.launcher_options import SlurmOptions
-from deploy.launchers.factory import check_places, check_whole
+from deploy.launchers.factory import check_own_broker, check_places, check_whole
 from deploy.launchers.gpus import Auto, check_counts
 from deploy.planning.cluster import DeviceQuota, engine_width
 from deploy.run.folder import settle_configuration
@@ -60,6 +60,8 @@ class Slurm(SlurmOptions):
         whole = None if config.placement is None or config.placement.is_auto else config.placement
         if whole is None:
             check_places(config, "Slurm", self.generators)
+            if self.own_broker:
+                check_own_broker(config, "Slurm")
         else:
             options = ("generators", "generator_gpus", "trainer_nodes", "trainer_gpus", "container")
             check_whole(self, config, "slurm", *options)

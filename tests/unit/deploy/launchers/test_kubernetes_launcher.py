@@ -204,7 +204,8 @@ def test_a_volume_of_one_node_is_mounted_by_trainer_and_control_alone(file: Path
 
 def test_reward_pods_reach_a_broker_that_is_not_the_runs_own(file: Path) -> None:
     """No pod of the run is it, and its address is in a secret: ports are what the rule can name."""
-    own, other = (render(file, broker=broker)["NetworkPolicy", "reward"]["spec"]["egress"] for broker in (True, False))
+    objects = render(file), render(file, "broker.url=redis://other", broker=False)
+    own, other = (each["NetworkPolicy", "reward"]["spec"]["egress"] for each in objects)
     (rule,) = [rule for rule in other if rule not in own]
     assert [rule for rule in own if rule not in other] == []
     assert rule == {
@@ -225,6 +226,11 @@ def test_reward_pods_reach_a_broker_that_is_not_the_runs_own(file: Path) -> None
         ([], {"trainer_nodes": 0}, "1 or more trainer nodes, not 0"),
         ([], {"namespace": "My_Run"}, "namespace 'My_Run' must have"),
         (["run.folder=/data/run"], {}, "run.folder /data/run must be below /tidemill/runs"),
+        (
+            ["broker.url=redis://:secret@other"],
+            {},
+            "broker.url redis://***@other excludes the run's own broker, which Ku",
+        ),
         ([], {"extra_files": ["nothing.py"]}, "--file nothing.py: no such file"),
     ],
 )

@@ -245,6 +245,18 @@ def test_services_run_in_the_image_of_their_role(tmp_path: Path) -> None:
     assert "run-in trainer.sif tidemill trainer " in scripts["trainer.sbatch"]
 
 
+def test_a_server_of_the_configuration_excludes_one_of_the_jobs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Services would all use that server, and the broker of the job would be idle."""
+    monkeypatch.setattr("deploy.launchers.slurm.check", lambda *_, **__: None)
+    other = parse_config(SLURM_CONFIG | {"broker": {"url": "redis://other"}, "run": {"folder": str(tmp_path / "run")}})
+    with pytest.raises(ConfigError, match=r"^broker\.url redis://other excludes .*, which Slurm starts.* --no-broker$"):
+        Slurm().prepare(other)
+    assert not (tmp_path / "run").exists()
+    assert Slurm(own_broker=False).prepare(other)
+
+
 def test_options_that_cannot_be_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="1 or more generators and trainer nodes, not 0 and 1"):
         written(tmp_path, generators=0)
