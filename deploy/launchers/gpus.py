@@ -14,8 +14,9 @@ from typing import Literal
 from deploy.planning.cluster import SHARED, UTILIZATION, engine_width
 from deploy.planning.search import place
 from producers.engines.factory import engine_name
-from schemas.config import PlacementConfig, TidemillConfig
+from schemas.config import PlacementConfig, TidemillConfig, of_node
 from schemas.config.deploy import count_gpus, parse_ranges
+from schemas.config.loading import merge
 from schemas.errors import ConfigError
 from schemas.system.gpu_memory import VISIBLE, ask_driver
 
@@ -55,19 +56,27 @@ class GpuPlan:
 
     def apply(self, config: TidemillConfig) -> TidemillConfig:
         """Return a copy of the configuration with what the plan decided."""
-        args = config.generator.args
-        if self.utilization is not None:
+        args, pools = config.generator.args, dict(config.pools)
+        if self.utilization is not None and not pools:
             args = {**args, UTILIZATION: self.utilization}
         generator = config.generator.model_copy(update={"replicas": self.replicas, "args": args})
         update: dict[str, object] = {"generator": generator}
         if self.placement is not None:
             update["placement"] = self.placement
             update["trainer"] = config.trainer.model_copy(update={"processes": int(self.trainer)})
-        if self.pools:
-            update["pools"] = {
-                name: pool.model_copy(update={"generator": {**pool.generator, "replicas": self.pools[name]}})
-                for name, pool in config.pools.items()
+        own: dict[str, dict[str, object]] = {name: {"replicas": count} for name, count in self.pools.items()}
+        if self.utilization is not None and pools:
+            # A pool of another engine does not have the arguments of all.
+            args = {UTILIZATION: self.utilization}
+            own |= {
+                name: {**own.get(name, {}), "args": args} for name, one in _vllm(config).items() if not _is_set(one)
             }
+        if own:
+            pools |= {
+                name: pools[name].model_copy(update={"generator": merge(pools[name].generator, settings)})
+                for name, settings in own.items()
+            }
+            update["pools"] = pools
         return config.model_copy(update=update)
 
 
@@ -97,9 +106,23 @@ def there_are(count: int) -> str:
 
 
 def shared_utilization(config: TidemillConfig, replicas: int) -> float | None:
-    """Return the share of a GPU's memory for each generator that shares it with the trainer; None if it is set."""
-    is_set = engine_name(config.generator.engine) != "vllm" or UTILIZATION in config.generator.args
-    return None if is_set or not replicas else round(SHARED / replicas, 3)
+    """Return the share of a GPU's memory for each vLLM that shares it with the trainer; None if it is set everywhere.
+
+    replicas: of a run without pools; those of pools are their own.
+    """
+    engines = _vllm(config).values()
+    if config.pools:
+        replicas = sum(one.generator.replicas for one in engines)
+    return None if all(map(_is_set, engines)) or not replicas else round(SHARED / replicas, 3)
+
+
+def _vllm(config: TidemillConfig) -> dict[str, TidemillConfig]:
+    """Return those of this machine's pools whose engine is vLLM."""
+    return {name: one for name, one in of_node(config, "").items() if engine_name(one.generator.engine) == "vllm"}
+
+
+def _is_set(config: TidemillConfig) -> bool:
+    return UTILIZATION in config.generator.args
 
 
 def plan_gpus(
@@ -115,7 +138,7 @@ def plan_gpus(
         return GpuPlan(0 if trainer == "auto" else trainer, 0 if generator == "auto" else generator, replicas)
     ranks, width, there = config.trainer.processes, engine_width(config), len(gpus)
     if there == 1:
-        return _share(config, gpus[0], ranks, width)
+        return _share(config, gpus[0], width)
     ranks = ranks if trainer == "auto" else trainer
     width = width if generator == "auto" else generator
     left = there - ranks
@@ -167,11 +190,15 @@ def _check_there(there: int, trainer: int | Auto, generator: int | Auto) -> None
             )
 
 
-def _share(config: TidemillConfig, gpu: Gpu, ranks: int, width: int) -> GpuPlan:
-    if ranks > 1 or width > 1:
-        raise ConfigError(
-            f"there is 1 GPU: trainer.processes {ranks} and generator.args.tensor_parallel_size {width} must be 1"
-        )
+def check_single(config: TidemillConfig, width: int, pool: str = "") -> None:
+    """Raise ConfigError unless the trainer and a generator's engine on ``width`` GPUs can share a single one."""
+    if (ranks := config.trainer.processes) > 1 or width > 1:
+        setting = f"{f'pools.{pool}.' if pool else ''}generator.args.tensor_parallel_size"
+        raise ConfigError(f"there is 1 GPU: trainer.processes {ranks} and {setting} {width} must be 1")
+
+
+def _share(config: TidemillConfig, gpu: Gpu, width: int) -> GpuPlan:
+    check_single(config, width)
     replicas = config.generator.replicas
     utilization = shared_utilization(config, replicas)
     text = f"GPU {gpu.name}: trainer and generators share it" if replicas else f"GPU {gpu.name}: trainer"

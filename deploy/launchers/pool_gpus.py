@@ -8,6 +8,7 @@ from deploy.launchers.gpus import (
     Gpu,
     GpuPlan,
     check_counts,
+    check_single,
     describe_placed,
     describe_turns,
     shared_utilization,
@@ -34,7 +35,9 @@ def plan_pools(
     if not gpus or (trainer == 0 and generator == 0):
         return GpuPlan(0, 0, own)
     if len(gpus) == 1 and config.placement is None:
-        share = shared_utilization(config, sum(one.generator.replicas for one in pools.values()))
+        for name, one in pools.items():
+            check_single(config, engine_width(one), name)
+        share = shared_utilization(config, own)
         return GpuPlan(0, 0, own, share, f"GPU {gpus[0].name}: trainer and generators share it")
     ranks = range(config.trainer.processes if trainer == "auto" else trainer)
     places, free = list(ranks), list(range(len(ranks), len(gpus)))

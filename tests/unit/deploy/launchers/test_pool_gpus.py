@@ -90,11 +90,29 @@ def test_one_gpu_is_shared_by_all_and_without_any_all_run_on_the_cpu() -> None:
     assert planned(config(), 0) == planned(config(), 4, 0, 0) == GpuPlan(0, 0, 1)
 
 
+@pytest.mark.parametrize("common", [{}, {"engine": "transformers"}, {"engine": "vllm"}])
+def test_vllm_leaves_the_trainer_its_part_of_a_single_gpu_whatever_other_pools_have(common: dict[str, Any]) -> None:
+    other = {"generator": {"engine": "transformers", "replicas": 3}}
+    vllm = {"generator": {"engine": "vllm", "replicas": 2, "args": {"max_num_seqs": 8}}}
+    asked = config(generator=common, pools={"a": vllm, "b": other, "far": {**vllm, "nodes": ["n"]}})
+    applied = planned(asked, 1).apply(asked)
+    assert of_pool(applied, "a").generator.args == {"max_num_seqs": 8, "gpu_memory_utilization": 0.2}
+    assert "gpu_memory_utilization" not in of_pool(applied, "b").generator.args
+    assert of_pool(applied, "far").generator.args == {"max_num_seqs": 8}, "another machine's GPUs have no trainer"
+    own = config(
+        generator=common, pools={"a": {"generator": {**vllm["generator"], "args": {"gpu_memory_utilization": 0.5}}}}
+    )
+    assert of_pool(planned(own, 1).apply(own), "a").generator.args == {"gpu_memory_utilization": 0.5}
+    assert config(pools={"b": other}) == planned(config(pools={"b": other}), 1).apply(config(pools={"b": other}))
+
+
 @pytest.mark.parametrize(
     ("sections", "count", "message"),
     [
         ({}, 4, "generator-thin-1 needs 1 of 4 GPUs, but 0 of them are left"),
         ({}, 2, "generator-wide-0 needs 2 of 2 GPUs, but 1 of them is left"),
+        ({}, 1, "1 GPU: trainer.processes 1 and pools.wide.generator.args.tensor_parallel_size 2 must be 1"),
+        ({"trainer": {"processes": 2}, "pools": {"thin": THIN}}, 1, "1 GPU: trainer.processes 2 and pools.thin.gen"),
         ({"placement": {"trainer": "0", "generator": "1-4"}}, 1, "have GPU 4, counted from 0, but there is 1 GPU"),
     ],
 )
