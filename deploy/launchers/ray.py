@@ -57,17 +57,29 @@ class Autoscaler:
     """The number of generators that a run can use, from what waits for them: a pure state machine.
 
     Admission bounds what waits, so a queue that stays full means that generators are what the run waits for, and one
-    that stays empty that there are enough. Time is an argument. least, most: bounds of the answer.
+    that stays empty that there are enough. Time is an argument. least, most: bounds of the answer, which an order of a
+    user widens; if both are one number, that of the order takes its place.
     """
 
     least: int
     most: int
     _waits: bool = False
     _since: float | None = None
+    _ordered: int | None = None
+
+    def follow(self, ordered: int, replicas: int) -> None:
+        """Take over the number that a user has ordered, once there are so many: the supervisor may reject the order."""
+        if ordered == replicas:
+            self._ordered = ordered
 
     def wanted(self, now: float, replicas: int, loading: int, waiting: int) -> int:
         """Return the replicas to run now. loading: those of ``replicas`` that can't work yet. waiting: unread tasks."""
-        bounded = min(max(replicas, self.least), self.most)
+        least, most = self.least, self.most
+        if self._ordered is not None:
+            fixed = least == most
+            least = self._ordered if fixed else min(least, self._ordered)
+            most = self._ordered if fixed else max(most, self._ordered)
+        bounded = min(max(replicas, least), most)
         if bounded != replicas or loading:
             # What was asked for is not there yet: nothing can be told from the queue.
             self._since = None
@@ -77,7 +89,7 @@ class Autoscaler:
         if now - self._since < (GROW_S if waiting else SHRINK_S):
             return replicas
         self._since = None
-        return min(replicas + 1, self.most) if waiting else max(replicas - 1, self.least)
+        return min(replicas + 1, most) if waiting else max(replicas - 1, least)
 
 
 class Host:
@@ -171,6 +183,7 @@ class RayCluster:
         working = sum(service.role == "generator" and service.state != "loading" for service in status.services)
         # Those that a generator works on don't wait: in a run that goes well there are always some.
         waiting = next((stream.waiting for stream in status.streams if stream.name == "tasks"), 0)
+        self._autoscaler.follow(status.scaling.replicas.get("generator", replicas), replicas)
         wanted = self._autoscaler.wanted(time.monotonic(), replicas, max(0, replicas - working), waiting)
         if wanted != replicas:
             scaler.scale("generator", wanted)

@@ -238,19 +238,47 @@ def test_the_bounds_hold() -> None:
     assert scaler.wanted(100.0 + SHRINK_S, replicas=2, loading=0, waiting=0) == 2
 
 
+def test_a_number_that_a_user_ordered_is_within_the_bounds_until_the_next_order() -> None:
+    for ordered in (5, 1, 0):
+        fixed, scaler = Autoscaler(3, 3), Autoscaler(2, 4)
+        for each in (fixed, scaler):
+            each.follow(ordered, replicas=ordered)
+            assert each.wanted(0.0, replicas=ordered, loading=0, waiting=9) == ordered
+        assert fixed.wanted(GROW_S, replicas=ordered, loading=0, waiting=9) == ordered, "no range was asked for"
+        assert fixed.wanted(GROW_S, replicas=ordered + 1, loading=0, waiting=9) == ordered
+        assert scaler.wanted(GROW_S, replicas=ordered, loading=0, waiting=9) == (5 if ordered == 5 else ordered + 1)
+        scaler.follow(3, replicas=3)
+        assert scaler.wanted(GROW_S, replicas=9, loading=0, waiting=9) == 4
+    fixed.follow(99, replicas=0)
+    assert fixed.wanted(GROW_S, replicas=0, loading=0, waiting=9) == 0, "the supervisor may have refused it"
+
+
+class Replicas:
+    """A supervisor with some generators."""
+
+    def __init__(self, count: int = 1) -> None:
+        self.count = count
+
+    def replicas(self, role: str) -> int:
+        return self.count
+
+    def scale(self, role: str, count: int) -> None:
+        self.count = count
+
+
+def test_ray_leaves_as_many_generators_as_a_user_ordered() -> None:
+    status = make_status()
+    cluster, scaler = object.__new__(RayCluster), Replicas(5)
+    cluster._autoscaler = Autoscaler(3, 3)
+    scaling = status.scaling.model_copy(update={"replicas": {"generator": 5}})
+    cluster.tick(scaler, status.model_copy(update={"scaling": scaling}))
+    assert scaler.count == 5
+
+
 @pytest.mark.parametrize(("waiting", "pending", "wanted"), [(0, 4, 1), (4, 4, 2)])
 def test_tasks_in_progress_do_not_ask_for_another_generator_tasks_that_wait_do(
     waiting: int, pending: int, wanted: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Replicas:
-        count = 1
-
-        def replicas(self, role: str) -> int:
-            return self.count
-
-        def scale(self, role: str, count: int) -> None:
-            self.count = count
-
     status = make_status()
     tasks = status.streams[0].model_copy(update={"waiting": waiting, "pending": pending})
     generator = ServiceStatus.model_construct(role="generator", state="running")
