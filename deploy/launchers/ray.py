@@ -198,7 +198,7 @@ class RayCluster:
             pool = name.removeprefix("generator-").rpartition("-")[0]
             cpus, (gpus, resources) = options.generator_cpus, self._pools.get(pool, (self.gpus.generator, {}))
         else:
-            trainer = role == "trainer"
+            trainer = role in ("trainer", "sft")
             where = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=0 if trainer else 1)
             # The small services share a bundle: what it has is theirs together.
             cpus, gpus = (options.trainer_cpus, self.gpus.trainer) if trainer else (0.0, 0.0)

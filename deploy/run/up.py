@@ -165,13 +165,17 @@ class SupervisedRun:
             self.observer.on_change(Change("up", f"{text} restores the configuration's"))
 
     def warm_start(self) -> RunOutcome | None:
-        """Make the model first, in a separate process. Return an outcome only if that ends the run."""
+        """Make the model first, where services run. Return an outcome only if that ends the run."""
         settings = self.config.warm_start
         if settings is None or is_current(self.config, settings):
             return None
         once = self.config.supervisor.model_copy(update={"max_restarts": 0})
-        with self._phase("warm_start"), Supervisor(once, self.config.folder / LOGS) as supervisor:
-            supervisor.add(replace(self._spec("sft"), finishes=True, shared_output=True))
+        spec = replace(self._spec("sft"), finishes=True, shared_output=isinstance(self.starter, Processes))
+        with (
+            self._phase("warm_start"),
+            Supervisor(once, self.config.folder / LOGS, starter=self.starter) as supervisor,
+        ):
+            supervisor.add(spec)
             outcome = supervisor.run()
             supervisor.stop()
         return None if outcome.reason == "finished" else outcome

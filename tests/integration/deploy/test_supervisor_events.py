@@ -2,7 +2,7 @@
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +22,11 @@ from deploy.supervisor.commands import CommandFollower
 from deploy.supervisor.events import KEPT, TimelineWriter
 from deploy.supervisor.process import Process, Processes
 from deploy.supervisor.restart_policy import State
-from deploy.supervisor.services import Change, ServiceSpec
+from deploy.supervisor.services import Change, Scaler, ServiceSpec
 from deploy.supervisor.supervisor import Supervisor
 from deploy.terminal.page import History, plain_line
 from schemas.config import BrokerConfig, SupervisorConfig, TidemillConfig
+from schemas.control_api.status import RunStatus
 from schemas.errors import CONFIG_EXIT, ERROR_EXIT, InfraError
 from schemas.messages import Event
 from tests.support.broker.trainer_sessions import take_over
@@ -119,6 +120,39 @@ def test_a_changed_configuration_replaces_what_was_set(server: EmbeddedServer, b
         f"up: settings from an earlier attempt are in force: lr=1e-05; `tidemill set {name} lr=default` restores the"
         " configuration's"
     )
+
+
+class Elsewhere(Processes):
+    """A starter that notes what it starts, such as that of a cluster."""
+
+    def __init__(self) -> None:
+        self.started: list[tuple[str, Path | None]] = []
+
+    def start(self, argv: Sequence[str], name: str, role: str, log: Path | None, *rest: Any) -> Process:
+        self.started.append((name, log))
+        return super().start([sys.executable, "-c", ""], name, role, log, *rest)
+
+
+class Cluster:
+    """The same, on other machines."""
+
+    def __init__(self) -> None:
+        self.here = Elsewhere()
+        self.start = self.here.start
+
+    def tick(self, scaler: Scaler, status: RunStatus | None) -> None:
+        pass
+
+
+@pytest.mark.parametrize("starter", [Elsewhere(), Cluster()])
+def test_the_first_model_is_made_where_services_run(tmp_path: Path, starter: Elsewhere | Cluster) -> None:
+    """With a log where the terminal is not this one."""
+    dataset = {"name": "arithmetic"}
+    warm_start = {"model": "m.py:f", "dataset": dataset, "eval": dataset}
+    config = minimal_config(run={"folder": str(tmp_path)}, model={"path": str(tmp_path / "m")}, warm_start=warm_start)
+    assert SupervisedRun(config, tmp_path / "config.yaml", starter).warm_start() is None
+    started = starter.here.started if isinstance(starter, Cluster) else starter.started
+    assert started == [("sft", tmp_path / "logs" / "sft.log" if isinstance(starter, Cluster) else None)]
 
 
 def test_the_live_view_does_not_say_twice_what_the_supervisor_did(broker: Broker, tmp_path: Path) -> None:

@@ -3,10 +3,12 @@
 import json
 import socket
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from deploy.launchers.ray import GROW_S, SHRINK_S, Autoscaler, RayCluster
+from deploy.launchers.gpus import GpuPlan
+from deploy.launchers.ray import GROW_S, SHRINK_S, Autoscaler, Ray, RayCluster
 from deploy.services.main import service_name
 from deploy.supervisor.failures import ServiceFailure, last_error, root_cause
 from deploy.supervisor.restart_policy import MAX_BACKOFF_S, RETURN_S, SETTLED_S, RestartState, State
@@ -264,6 +266,16 @@ class Replicas:
 
     def scale(self, role: str, count: int) -> None:
         self.count = count
+
+
+@pytest.mark.parametrize(("role", "bundle", "gpus"), [("trainer", 0, 4.0), ("sft", 0, 4.0), ("reward", 1, 0.0)])
+def test_ray_trains_the_first_model_where_the_trainer_will_run(role: str, bundle: int, gpus: float) -> None:
+    pytest.importorskip("ray")
+    cluster = object.__new__(RayCluster)
+    cluster._options, cluster.gpus, cluster._group = Ray(), GpuPlan(4.0, 1.0, 1), object()
+    cluster._ray = SimpleNamespace(remote=lambda _: SimpleNamespace(options=dict))
+    asked = cluster._actor(role, role)
+    assert (asked["scheduling_strategy"].placement_group_bundle_index, asked["num_gpus"]) == (bundle, gpus)
 
 
 def test_ray_leaves_as_many_generators_as_a_user_ordered() -> None:
