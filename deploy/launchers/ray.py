@@ -173,7 +173,7 @@ class RayCluster:
         # Python is the node's own; the rest of the command is the same everywhere.
         arguments = list(argv[1:]) if argv[0] == sys.executable else list(argv)
         place, given = self._actor(role, name), {**passed, **environment}
-        return RayService(self._ray, place.remote(arguments, name, log and str(log), given, os.getcwd()))
+        return RayService(self._ray, place.remote(arguments, name, log and str(log), given, os.getcwd()), log)
 
     def tick(self, scaler: Scaler, status: RunStatus | None) -> None:
         """Scale the generators of a running run."""
@@ -219,9 +219,9 @@ class RayService:
     guard_pid = 0
     orphaned = False
 
-    def __init__(self, ray: Any, actor: Any) -> None:
+    def __init__(self, ray: Any, actor: Any, log: Path | None) -> None:
         self._ray: Any = ray
-        self._actor = actor
+        self._actor, self._log = actor, log
         self._started = actor.ready.remote()
         self._ended = actor.wait.remote()
         self._exit: Exit | None = None
@@ -231,10 +231,17 @@ class RayService:
         if self._exit is None and self._is_done(self._ended):
             try:
                 self._exit = Exit(self._ray.get(self._ended))
-            except self._ray.exceptions.RayError:
+            except self._ray.exceptions.RayError as error:
                 self._exit = Exit(-signal.SIGKILL)
+                self._note(str(error))
             self._ray.kill(self._actor)
         return self._exit
+
+    def _note(self, why: str) -> None:
+        """Append to the service's log what Ray says: without its actor the service itself can't."""
+        if self._log is not None:
+            with contextlib.suppress(OSError), self._log.open("a", encoding="utf-8") as log:
+                log.write(f"tidemill: Ray: {' '.join(why.split())}\n")
 
     def terminate(self) -> None:
         """Ask it to end; one that has found no node yet ends at once."""

@@ -1,14 +1,16 @@
 """When the supervisor restarts a service, asks for another generator or gives one up, and how services are named."""
 
 import json
+import signal
 import socket
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from deploy.launchers.gpus import GpuPlan
-from deploy.launchers.ray import GROW_S, SHRINK_S, Autoscaler, Ray, RayCluster
+from deploy.launchers.ray import GROW_S, SHRINK_S, Autoscaler, Ray, RayCluster, RayService
 from deploy.services.main import service_name
 from deploy.supervisor.failures import ServiceFailure, last_error, root_cause
 from deploy.supervisor.restart_policy import MAX_BACKOFF_S, RETURN_S, SETTLED_S, RestartState, State
@@ -276,6 +278,22 @@ def test_ray_trains_the_first_model_where_the_trainer_will_run(role: str, bundle
     cluster._ray = SimpleNamespace(remote=lambda _: SimpleNamespace(options=dict))
     asked = cluster._actor(role, role)
     assert (asked["scheduling_strategy"].placement_group_bundle_index, asked["num_gpus"]) == (bundle, gpus)
+
+
+def test_why_ray_could_not_start_a_service_is_in_its_log(tmp_path: Path) -> None:
+    class LostError(Exception):
+        pass
+
+    def get(answer: Any) -> int:
+        raise LostError("The actor died:\n  ModuleNotFoundError: No module named 'deploy'\n")
+
+    cluster = SimpleNamespace(wait=lambda answers, timeout: (answers, []), get=get, kill=lambda actor: None)
+    cluster.exceptions = SimpleNamespace(RayError=LostError)
+    call = SimpleNamespace(remote=object)
+    log = tmp_path / "generator-0.log"
+    service = RayService(cluster, SimpleNamespace(ready=call, wait=call), log)
+    assert [service.poll(), service.poll()] == [Exit(-signal.SIGKILL)] * 2
+    assert log.read_text() == "tidemill: Ray: The actor died: ModuleNotFoundError: No module named 'deploy'\n"
 
 
 def test_ray_leaves_as_many_generators_as_a_user_ordered() -> None:
