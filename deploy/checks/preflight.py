@@ -45,7 +45,8 @@ def check(config: TidemillConfig, here: bool = True, skip: Collection[str] = (),
     """Raise ConfigError, one line, for the first check that fails. Warnings go to stderr.
 
     here: services run on this machine, with its packages. skip: names of checks to leave out; ``user code`` is all
-    that run in the child process. cards: findings on the GPUs' memory, which come last.
+    that run in the child process, ``GPUs`` what only a machine with the run's GPUs can tell. cards: findings on the
+    GPUs' memory, which come last.
     """
     for finding in chain(inspect(config, here=here, skip=skip), cards):
         if finding.level == "fail":
@@ -68,7 +69,7 @@ def inspect(
     """
     checks: dict[str, Callable[[], Finding | str | None]] = {
         "names": lambda: check_names(config),
-        "packages": lambda: check_pools(config, here),
+        "packages": lambda: check_pools(config, here, "GPUs" not in skip),
         "folders": lambda: check_folders(config),
         "control plane": lambda: check_control(config),
         "model": lambda: check_models(config),
@@ -87,8 +88,11 @@ def inspect(
         )
 
 
-def check_pools(config: TidemillConfig, here: bool = True) -> str:
-    """Check the packages of each pool's generators in this interpreter and machine; ConfigError if one is missing."""
+def check_pools(config: TidemillConfig, here: bool = True, gpus: bool = True) -> str:
+    """Check the packages of each pool's generators in this interpreter and machine; ConfigError if one is missing.
+
+    gpus: check the machine's GPUs, too.
+    """
     found = {}
     for name, one in by_pool(config).items():
         python = config.pools[name].python if name else None
@@ -96,13 +100,13 @@ def check_pools(config: TidemillConfig, here: bool = True) -> str:
         try:
             if local and python is not None and not os.access(python, os.X_OK):
                 raise ConfigError(f"python {python} is no program that can be started")
-            found[name] = check_packages(one, local and python is None)
+            found[name] = check_packages(one, local and python is None, gpus)
         except ConfigError as error:
             raise ConfigError(f"pools.{name}: {error}" if name else str(error)) from error
     return ", ".join(f"pool {name}: {text}" if name else text for name, text in found.items())
 
 
-def check_packages(config: TidemillConfig, here: bool = True) -> str:
+def check_packages(config: TidemillConfig, here: bool = True, gpus: bool = True) -> str:
     """Raise ConfigError for a package that is missing, or that does not accept its settings. Imports no package."""
     check_sampling(make_sampling(config.sampling), config.generator.allow_truncated, config.generator.args)
     check_trackers(config.trainer.trackers)
@@ -129,7 +133,7 @@ def check_packages(config: TidemillConfig, here: bool = True) -> str:
     check_parsers(agents.tool_parser, agents.reasoning_parser, engine == "vllm")
     if not config.generator.exact:
         return f"engine {engine}"
-    if engine == "vllm" and here:
+    if engine == "vllm" and here and gpus:
         return f"engine {engine}, batch-invariant on compute capability {check_batch_invariance()}"
     return f"engine {engine}, exact"
 

@@ -67,8 +67,8 @@ class Slurm(SlurmOptions):
             check_whole(self, config, "slurm", *options)
         check_record(config)
         elsewhere = bool(self.setup or self.container)
-        # Only a job's node can check its ports, and the data, user's code and model of another environment.
-        skip = {"control plane", *(["user code"] if elsewhere else []), *(["model"] if self.container else [])}
+        # Only a job's node can check its ports and GPUs, and the data, user's code and model of another environment.
+        skip = {"control plane", "GPUs", *(["user code"] if elsewhere else []), *(["model"] if self.container else [])}
         check(config, here=not elsewhere and not any(pool.python for pool in config.pools.values()), skip=skip)
         if whole is not None:
             # One job on one node with the whole run, in which GPUs are used in turns.

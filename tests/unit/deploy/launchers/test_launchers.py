@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from deploy.checks import preflight
 from deploy.cli.app import app
 from deploy.launchers import LAUNCHERS
 from deploy.launchers.factory import Launcher, build_launcher
@@ -198,6 +199,21 @@ def test_each_pool_is_an_array_with_its_own_options_and_gpus(
     assert queued[1:] == ["generators-l40s.sbatch", "generators-cpu.sbatch"], "none of the pool that has no replicas"
     assert "generators.sbatch" not in scripts
     assert "generators-POOL.sbatch" in scripts["services.sbatch"], "where a user finds what adds generators"
+
+
+def test_a_login_node_needs_no_gpus_for_vllms_exact_mode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def check(config: TidemillConfig, here: bool, skip: set[str]) -> None:
+        preflight.check(config, here=here, skip={*skip, "model", "user code"})
+
+    monkeypatch.setattr(preflight, "_need", lambda *_: None)
+    monkeypatch.setattr(preflight, "is_cpu_build", lambda: False)
+    monkeypatch.setattr("producers.engines.vllm.before_import.ask_driver", lambda _: [])
+    monkeypatch.setattr("deploy.launchers.slurm.check", check)
+    exact = {"generator": {"engine": "vllm", "exact": True, "update": "recompute"}}
+    config = parse_config(SLURM_CONFIG | exact | {"run": {"folder": str(tmp_path / "run")}})
+    with pytest.raises(ConfigError, match="batch-invariant mode needs NVIDIA GPUs"):
+        check(config, here=True, skip={"control plane"})
+    assert Slurm().prepare(config)
 
 
 def test_one_trainer_process_needs_no_launcher_and_many_meet_at_the_first_node(tmp_path: Path) -> None:
