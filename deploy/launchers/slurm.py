@@ -36,6 +36,9 @@ UP = "up.sbatch"
 """The script of a run with ``placement``: one job that is `tidemill up`."""
 GRACE_S = 160
 """Seconds for a checkpoint after Slurm's warning, which comes 180 s before a job's end."""
+TURNS_GRACE_S = 120
+"""The same for each kind of service of a run in one job, whose warning comes 420 s before its end: `tidemill up` stops
+them in turn, and generators and reward services may hang before the trainer is asked. Each job ends so much earlier."""
 NO_GPUS = "no GPUs: Slurm knows of none here; --trainer-gpus and --generator-gpus ask for some"
 
 
@@ -74,7 +77,7 @@ class Slurm(SlurmOptions):
             # One job on one node with the whole run, in which GPUs are used in turns.
             DeviceQuota.check(config)
             folder = self._make_folder(config)
-            values = self._values(config, folder) | {"gpus": _gpus(whole.least_gpus), "grace_s": str(GRACE_S)}
+            values = self._values(config, folder) | {"gpus": _gpus(whole.least_gpus), "grace_s": str(TURNS_GRACE_S)}
             return [_write(folder / name, name, values) for name in (SCRIPTS[0], UP)]
         dealt = self.deal(config)
         DeviceQuota.check(config, self.trainer_nodes * max(1, _number(dealt.trainer_gpus)), self.generators)

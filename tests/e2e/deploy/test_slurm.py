@@ -157,7 +157,7 @@ def test_a_job_whose_trainer_and_generators_share_gpus_is_requeued_and_goes_on(s
     program = make_program(tmp_path / "bin")
     imitate_gpus(program.parent, 2)
     setup = f"PATH={program.parent}:$PATH; unset CUDA_VISIBLE_DEVICES"
-    command = [str(program), "slurm", str(file), "--setup", setup, "--time", "10:00"]
+    command = [str(program), "slurm", str(file), "--setup", setup, "--time", "30:00"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
     assert done.stdout.splitlines()[-1:] == [str(scripts / "up.sbatch")], done.stderr
     subprocess.run(["sbatch", done.stdout.splitlines()[-1]], check=True, timeout=60)

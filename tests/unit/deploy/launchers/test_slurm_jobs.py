@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from deploy.launchers.slurm import GRACE_S, Slurm
+from deploy.launchers.slurm import GRACE_S, TURNS_GRACE_S, Slurm
 from schemas.errors import HOPELESS, UNFINISHED_EXIT, ConfigError
 from tests.support.configurations import minimal_config
 
@@ -139,7 +139,10 @@ def test_a_run_whose_gpus_are_used_in_turns_is_one_job_with_a_broker_of_its_own(
     assert sorted(path.name for path in folder.iterdir()) == ["job.sh", "logs", "up.sbatch"]
     script = (folder / "up.sbatch").read_text()
     assert "#SBATCH --gpus-per-node=3\n" in script, "as many as the last one that placement names"
-    assert f" supervisor.grace_s={GRACE_S}\n" in script
+    assert f" supervisor.grace_s={TURNS_GRACE_S}\n" in script
+    (warning,) = re.findall(r"--signal=B:USR1@(\d+)", script)
+    # Generators and reward services may hang in code of users; the other kinds end within seconds.
+    assert int(warning) >= 3 * TURNS_GRACE_S + 30
 
 
 @pytest.mark.parametrize(
