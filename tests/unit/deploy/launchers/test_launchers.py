@@ -224,6 +224,11 @@ def test_one_trainer_process_needs_no_launcher_and_many_meet_at_the_first_node(t
     assert '--meet "$head:$((40000 + SLURM_JOB_ID % 20000))"' in script, "two runs on a node do not share a port"
 
 
+def test_the_control_plane_is_reached_from_other_nodes(tmp_path: Path) -> None:
+    """The name of the node may be its loopback address, as Debian writes it to /etc/hosts."""
+    assert " --host 0.0.0.0 --port 0 --stay" in written(tmp_path)["services.sbatch"]
+
+
 def test_a_model_that_has_to_be_made_is_made_first(tmp_path: Path) -> None:
     assert "prepare.sbatch" not in written(tmp_path)
     scripts = written(tmp_path, SLURM_CONFIG | {"warm_start": WARM_START})
