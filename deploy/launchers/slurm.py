@@ -178,9 +178,10 @@ class Slurm(SlurmOptions):
 
     def _trainer(self, config: str) -> str:
         """Return the trainer's command: a single process needs no srun; ranks meet at the job's first node."""
-        ranks = max(1, _number(self.trainer_gpus))
+        ranks = max(1, gpus := _number(self.trainer_gpus))
         if self.trainer_nodes * ranks == 1:
-            return f"keep forward {self._command('trainer')} trainer {config}"
+            # Without GPUs, as many ranks as the configuration says.
+            return f"keep forward {self._command('trainer')} trainer {config}{' --ranks 1' if gpus else ''}"
         # A port of the job's own: two runs may have trainers on one node.
         return (
             'head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)\n'

@@ -224,6 +224,14 @@ def test_one_trainer_process_needs_no_launcher_and_many_meet_at_the_first_node(t
     assert '--meet "$head:$((40000 + SLURM_JOB_ID % 20000))"' in script, "two runs on a node do not share a port"
 
 
+def test_the_trainer_has_a_rank_for_each_gpu_that_was_asked_for_whatever_the_configuration_says(tmp_path: Path) -> None:
+    two = SLURM_CONFIG | {"trainer": {"processes": 2}}
+    asked = written(tmp_path, two, trainer_gpus=1)["trainer.sbatch"]
+    (line,) = [line for line in asked.splitlines() if line.startswith("keep forward")]
+    assert line.endswith("/a run/config.yaml' --ranks 1")
+    assert "--ranks" not in written(tmp_path, two)["trainer.sbatch"], "without GPUs, as many as the configuration says"
+
+
 def test_the_control_plane_is_reached_from_other_nodes(tmp_path: Path) -> None:
     """The name of the node may be its loopback address, as Debian writes it to /etc/hosts."""
     assert " --host 0.0.0.0 --port 0 --stay" in written(tmp_path)["services.sbatch"]
