@@ -99,7 +99,7 @@ KEY_NOTES = {
     "run_control": "hash: users' orders: pause, checkpoint, stop, replicas, by number; steps of a finished run",
     "eval_samples": "stream: texts and rewards of evaluations' samples, until the trainer has written them to samples/",
     "recent": "stream, 256 entries: trained samples, kept for reading",
-    "counters": "hash: leases that expired, duplicates and zombies that were refused, commits and their seconds",
+    "counters": "hash: leases that expired, duplicates and zombies that were rejected, commits and their seconds",
     "live": "hash: users' conversations by id: sample, generator, tenant, reward; and under seat:SAMPLE the id",
     "live_seats": "zset: ids of samples that wait for a conversation, by the time at which they were offered",
     "live_begun": "zset: ids of conversations by their begin; the newest are kept",

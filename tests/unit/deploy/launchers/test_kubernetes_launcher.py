@@ -75,7 +75,7 @@ def test_pods_have_the_configuration_with_the_files_that_it_names(file: Path) ->
     assert yaml.safe_load(files["config.yaml"])["broker"]["deadline_s"] == 90
 
 
-@pytest.mark.parametrize("text", ["no file has so long a name " * 20, "~nobody-of-this-name is a name", "a\0b"])
+@pytest.mark.parametrize("text", ["no file has so long a name " * 20, "~no-such-user is a name", "a\0b"])
 def test_texts_that_can_name_no_file_stay_texts(file: Path, text: str) -> None:
     folder, config = file.parent / "objects", load_config(file, environment={})
     run = config.run.model_copy(update={"notes": text})
